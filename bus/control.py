@@ -368,6 +368,8 @@ class TierCapacity(Section, frozen=True):
         fetch_ns: Time to read a block from disk.
         token_ns: Time to compute one token of a prompt.
         address: Address at which other executors read its offered blocks; "" if it offers none.
+        states: The same of snapshots of a recurrent state, which have slots and files of their own;
+            None for a model without. `token_ns` and what names a block are as above.
     """
 
     host_slots: int
@@ -380,6 +382,7 @@ class TierCapacity(Section, frozen=True):
     fetch_ns: int
     token_ns: int
     address: str = ""
+    states: TierCapacity | None = None
 
 
 class ImageCapacity(Section, frozen=True):
@@ -446,6 +449,7 @@ class TiersChanged(Internal, frozen=True):
         lost: Blocks that could not be written to disk, or not be read whole.
         whole: Whether `stored` is all that is on disk.
         audited: Blocks that were compared.
+        states: The same of snapshots, named as the blocks that end there; None for no change.
     """
 
     stored: tuple[bytes, ...] = ()
@@ -453,6 +457,7 @@ class TiersChanged(Internal, frozen=True):
     lost: tuple[bytes, ...] = ()
     whole: bool = False
     audited: tuple[AuditedBlock, ...] = ()
+    states: TiersChanged | None = None
 
 
 class AdaptersChanged(Internal, frozen=True):

@@ -181,6 +181,8 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
         weight_version: Version of the weights that computed them.
         adapter_version: Version of the adapter; 0 without one.
         blocks: (name, host slot, id of the step there that offers it) of each.
+        states: The same of snapshots, each named as the block that ends there.
+        states_address: Address at which these are read.
     """
 
     address: str
@@ -189,6 +191,8 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
     weight_version: int
     adapter_version: int
     blocks: tuple[tuple[bytes, int, int], ...]
+    states: tuple[tuple[bytes, int, int], ...] = ()
+    states_address: str = ""
 
 
 class AdmittedRequest(Internal, frozen=True):
@@ -234,10 +238,12 @@ class AnnounceSequence(Internal, frozen=True):
 
 
 class AnnounceBlocks(Internal, frozen=True):
-    """More blocks of an announced sequence, after those before; `blocks` as in RemoteBlocks."""
+    """More blocks of an announced sequence, after those before; `blocks` and `states` as in
+    RemoteBlocks."""
 
     seq_id: int
     blocks: tuple[tuple[bytes, int, int], ...]
+    states: tuple[tuple[bytes, int, int], ...] = ()
 
 
 class Handover(Internal, frozen=True):

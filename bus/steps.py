@@ -59,8 +59,11 @@ AUDIT_SEQ_ID = -2
 """The sequence that computes a block of the KV tiers again. It belongs to no request."""
 
 
+MoveKind = Literal["store", "load", "fetch", "write", "offer", "drop", "compare"]
+
+
 class KVMove(InternalPart, frozen=True, array_like=True):
-    """One block's move between the KV cache and the tiers below it.
+    """A move of one unit, a block or a snapshot, between the KV cache and the tiers below it.
 
     Attributes:
         kind: "store": from a block of the cache to a host slot. "load": from a host slot to a
@@ -68,18 +71,19 @@ class KVMove(InternalPart, frozen=True, array_like=True):
             "write": from a host slot to disk, in the background. "offer": store it if it has a
             block, and let other executors read the slot. "drop": delete it on disk. "compare":
             report whether two blocks of the cache are equal.
-        name: Its block hash, 16 bytes.
-        slot: The host slot; -1 for none.
-        block_id: The block of the cache; -1 for none.
+        name: Its block hash, 16 bytes; of a snapshot, that of the block that ends there.
+        slot: The host slot; -1 for none. Snapshots have slots of their own.
+        block_id: The block of the cache, or the snapshot's number; -1 for none.
         write: For "store": also write the block to disk, in the background.
         other: For "compare": the loaded block; `block_id` is the computed one. For "fetch": the
             host slot of the other executor.
         source: For "fetch": address of the other executor; "" for the disk.
         source_name: The block's name there.
         step: The step there that offers the block, for which the fetch waits.
+        state: Whether it is a snapshot of a recurrent state.
     """
 
-    kind: Literal["store", "load", "fetch", "write", "offer", "drop", "compare"]
+    kind: MoveKind
     name: bytes
     slot: int = -1
     block_id: int = -1
@@ -88,6 +92,7 @@ class KVMove(InternalPart, frozen=True, array_like=True):
     source: str = ""
     source_name: bytes = b""
     step: int = 0
+    state: bool = False
 
 
 class StepPlan(Internal, frozen=True):

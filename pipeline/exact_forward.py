@@ -24,6 +24,7 @@ from ..stages.admission.checks import check_token_ids
 from ..stages.executor.driver.logprobs import scale_logits
 from ..stages.executor.runner.attention.backend import AttentionBackend
 from ..stages.executor.runner.attention.choose import choose_backend
+from ..stages.executor.runner.attention.gather import visible
 from ..stages.executor.runner.attention.interface import attend, probe_mask
 from ..stages.executor.runner.attention.latent import PREFIX, latent_of
 from ..stages.executor.runner.attention_options import AttentionOptions
@@ -199,7 +200,8 @@ def exact_attention(
         `[1, tokens, heads, value_dim]`, and None for the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scale, sliding_window)
+    layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
+    options = AttentionOptions(scale, sliding_window, chunk=kv_cache.specs[layer].chunk)
     latent = latent_of(module)
 
     def differentiable(query: Tensor, key: Tensor, other: Tensor) -> Tensor:
@@ -252,11 +254,8 @@ def _attend_each(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attention of one sequence; each tensor is `[1, heads, tokens, dim]`."""
-    scale, window, *_ = options
-    mask = None
-    if window is not None and window < query.shape[2]:
-        ones = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool)
-        mask = ones.tril() & ones.triu(1 - window)
+    count, span, scale = query.shape[2], options.span, options.scale
+    mask = visible(0, count, 0, span, query.device) if span.first(count - 1) else None
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from copy import copy
+from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..config import ModelError, RequestError, cut
 from .image_tokens import Expanded, ImageTokens, Size, placeholder_id_of
@@ -24,6 +30,10 @@ if TYPE_CHECKING:
 
 _SAME_FOR_IMAGES = {"SmolVLMProcessor": "Idefics3Processor"}
 """Processors that need packages for videos, and others that treat images the same way."""
+
+_SIZES_ONLY = {"PixtralProcessor": "pixtral"}
+"""Processors whose module takes one function about sizes from the back end with torchvision, which
+the back end with PIL has too; with their folder in Transformers."""
 
 _OF_FIXED_SHAPE = frozenset({"pixel_values", "image_sizes", "batch_num_images", "num_crops"})
 """Results of processors that bring each image, or each tile of it, to the same shape."""
@@ -62,9 +72,12 @@ class ImageProcessor:
         self.placeholder_id = placeholder_id
         self.mark_id = int(self._tokenizer.convert_tokens_to_ids(self.placeholder))
         self._special_ids = {*self._tokenizer.all_special_ids, self.mark_id, placeholder_id}
-        self.options: dict[str, Any] = processor._merge_kwargs(
+        self._merged: dict[str, Any] = processor._merge_kwargs(
             tokenizer_init_kwargs=self._tokenizer.init_kwargs
         )["images_kwargs"]
+        self.options: dict[str, Any] = {}
+        with suppress(_Called):
+            self._replace((1, 1), self._note_options)
         self.folder = folder
         settings = self.image_processor.to_json_string() + json.dumps(self.options)
         names = self.image_processor.model_input_names
@@ -140,7 +153,7 @@ class ImageProcessor:
             width = height = max(size)
             yield width, height
         shortest = own.size.shortest_edge if own.size and own.do_resize else None
-        if shortest and not own.size.longest_edge:
+        if shortest and not own.size.longest_edge and not tiles:
             long = int(shortest * max(width, height) / min(width, height))
             yield (shortest, long) if width <= height else (long, shortest)
 
@@ -236,8 +249,7 @@ class ImageProcessor:
                 tiles.
         """
         try:
-            inputs = self._inputs(size, alone)
-            text = self._processor.replace_image_token(inputs, image_idx=0)
+            return self._replace(size, partial(self._inputs, size, alone))
         # Sizes that the model's settings don't allow, such as a side of 1 pixel, or 200 times the
         # other one.
         except (ValueError, ZeroDivisionError, AssertionError, IndexError, OverflowError) as error:
@@ -246,27 +258,44 @@ class ImageProcessor:
                 f"({cut(str(error), 200)}); send one of another size",
                 code="invalid_image",
             ) from None
+
+    def _replace(self, size: Size, process: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+        """Return an image's replacement by the model's processor.
+
+        Args:
+            size: Of the image.
+            process: In place of the image processor; takes its arguments.
+        """
+        caller = copy(self._processor)
+        caller.image_processor = _StandIn(self.image_processor, process)
+        # Of no size in memory.
+        image = np.broadcast_to(np.uint8(0), (size[1], size[0], 3))
+        _, (text, *_) = caller._process_images([image], **self._merged)
         return str(text)
 
-    def _inputs(self, size: Size, alone: bool) -> dict[str, Any]:
+    def _note_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        self.options = {name: each for name, each in options.items() if name != "return_tensors"}
+        raise _Called
+
+    def _inputs(self, size: Size, alone: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return what the image processor finds out about an image, as far as its tokens depend on
         it. If the processor makes another shape of each image, an empty one is processed.
         """
         width, height = size
-        own, kwargs = self.image_processor, self.options
+        own = self.image_processor
         if hasattr(own, "get_number_of_image_patches"):
             patches = own.get_number_of_image_patches(height, width, kwargs)
             if isinstance(patches, tuple):
                 return {"rows": [[patches[1]]], "cols": [[patches[2]]]}
             if hasattr(own, "merge_size"):
-                import numpy as np
-
                 return {"image_grid_thw": np.array([[1, patches, 1]])}
             return {"num_patches": [patches]}
+        if rule := getattr(sys.modules[type(own).__module__], "get_resize_output_image_size", None):
+            edges = own.size.longest_edge or (own.size.height, own.size.width)
+            empty = np.broadcast_to(np.uint8(0), (3, height, width))
+            return {"image_sizes": [rule(empty, edges, kwargs["patch_size"], "channels_first")]}
         shape = own.crop_size if own.do_center_crop else own.size
         if _OF_FIXED_SHAPE.issuperset(own.model_input_names) and shape.height and shape.width:
-            import numpy as np
-
             pixels = np.zeros((1, shape.height, shape.width), np.uint8)
             crops = 0
             if kwargs.get("do_pan_and_scan"):
@@ -319,6 +348,24 @@ class ImageProcessor:
         )
 
 
+class _Called(Exception):
+    """The image processor has been called."""
+
+
+class _StandIn:
+    """An image processor that processes no image, with the attributes of a real one."""
+
+    def __init__(self, own: Any, process: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """`process`: takes the arguments of a call, and returns its result."""
+        self._own, self._process = own, process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __call__(self, images: object, **options: Any) -> dict[str, Any]:
+        return self._process(options)
+
+
 def _load_processor(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
     """Load a processor without its part for videos, which needs torchvision.
 
@@ -345,7 +392,6 @@ def _load_processor(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def _processor_class(folder: Path, settings: dict[str, Any]) -> type:
-    import transformers
     from transformers.models.auto import processing_auto
 
     known: Any = processing_auto
@@ -355,13 +401,30 @@ def _processor_class(folder: Path, settings: dict[str, Any]) -> type:
     kind = read_json(folder / "config.json", {}).get("model_type")
     name = name or known.PROCESSOR_MAPPING_NAMES.get(kind)
     name = _SAME_FOR_IMAGES.get(name, name)
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    found = _class_of(name) if isinstance(name, str) else None
     if not isinstance(found, type) or not hasattr(found, "replace_image_token"):
         raise ModelError(
             f"Transformers has no processor for {kind} that places images in a prompt ({name}); "
             "serve another model, or its language part alone"
         )
     return found
+
+
+def _class_of(name: str) -> Any:
+    """Return a processor's class; None if Transformers has none of this name."""
+    import transformers
+
+    if (family := _SIZES_ONLY.get(name)) is None:
+        return getattr(transformers, name, None)
+    package = f"transformers.models.{family}"
+    missing, there = f"{package}.image_processing_{family}", f"image_processing_pil_{family}"
+    absent = missing not in sys.modules
+    sys.modules.setdefault(missing, import_module(f"{package}.{there}"))
+    try:
+        return getattr(import_module(f"{package}.processing_{family}"), name)
+    finally:
+        if absent:
+            del sys.modules[missing]
 
 
 def _index(ids: tuple[int, ...], part: tuple[int, ...], start: int) -> int:

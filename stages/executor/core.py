@@ -24,7 +24,7 @@ from .parts import ExecutorState, Part, load_companion, make_parts
 from .runner.attention.backend import AttentionBackend
 from .runner.batch import Uploader
 from .runner.device import describe_device
-from .runner.interface import count_blocks, count_slots, make_runner
+from .runner.interface import count_blocks, count_slots, fit_batch_size, make_runner
 from .runner.loaded_model import LoadedModel
 from .runner.loading import load_ranks
 
@@ -88,14 +88,14 @@ class ExecutorCore:
         if model is None:
             ranks, model = load_ranks(config)
         self.model, self.ranks = model, ranks
-        self.max_batch_size = config.batch_size_on(model.device.type)
+        self.max_batch_size = fit_batch_size(config, model)
         config = msgspec.structs.replace(config, max_batch_size=self.max_batch_size)
         companion = load_companion(config, model)
         num_blocks = num_blocks or count_blocks(config, model, companion)
         self.runner = runner = make_runner(config, model, num_blocks, backend, ranks)
         self.cache, self.off = runner.cache, dict(runner.off)
         self._now_ns = now_ns
-        rows = count_slots(config)
+        rows = count_slots(config, model)
         # Of sequences in unfinished steps of a pipeline, and of those that a plan has dropped.
         self._computing, self._dropped = set[int](), set[int]()
         self._table = SequenceTable(rows, model.max_model_len, config.block_size)

@@ -186,9 +186,7 @@ class ExecutorStage(Actor):
             **({"ranks": core.ranks.size} if core.ranks is not None else {}),
             "load_ns": now_ns() - started,
         }
-        self._layer_kinds = Counter(
-            "full" if spec.window is None else "sliding" for spec in core.model.layers
-        )
+        self._layer_kinds = Counter(spec.span.kind for spec in core.model.layers)
         seconds = (now_ns() - started) / 1e9
         self.log.info(
             "model_loaded",
@@ -206,6 +204,7 @@ class ExecutorStage(Actor):
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",
+            **({} if core.model.mixers is None else {"mixers": core.off.get("mixers", "kernels")}),
             **self._shares(),
         )
         self._warn()

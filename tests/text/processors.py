@@ -37,6 +37,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 _QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_GLM = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>")
 _TILES = tuple(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7))
 _FAKE = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 _SPLIT = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
@@ -58,6 +59,33 @@ FAMILIES = {
         others=_QWEN,
         image_settings={"size": {"shortest_edge": 28 * 28, "longest_edge": 40_000}},
     ),
+    "qwen3_vl": Family(
+        "qwen3_vl",
+        "Qwen3VLProcessor",
+        "Qwen2VLImageProcessorPil",
+        "<|image_pad|>",
+        others=_QWEN,
+        image_settings={
+            "patch_size": 16,
+            "size": {"shortest_edge": 32 * 32, "longest_edge": 40_000},
+        },
+    ),
+    "glm4v": Family(
+        "glm4v",
+        "Glm4vProcessor",
+        "Glm4vImageProcessorPil",
+        "<|image|>",
+        others=_GLM,
+        image_settings={"size": {"shortest_edge": 28 * 28, "longest_edge": 80_000}},
+    ),
+    "glm46v": Family(
+        "glm46v",
+        "Glm46VProcessor",
+        "Glm46VImageProcessorPil",
+        "<|image|>",
+        others=_GLM,
+        image_settings={"size": {"shortest_edge": 28 * 28, "longest_edge": 80_000}},
+    ),
     "llava": Family(
         "llava",
         "LlavaProcessor",
@@ -74,6 +102,23 @@ FAMILIES = {
             "crop_size": {"height": 32, "width": 32},
         },
     ),
+    "llava_next": Family(
+        "llava_next",
+        "LlavaNextProcessor",
+        "LlavaNextImageProcessorPil",
+        "<image>",
+        others=("<image>",),
+        settings={
+            "patch_size": 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        image_settings={
+            "size": {"shortest_edge": 32},
+            "crop_size": {"height": 32, "width": 32},
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32]],
+        },
+    ),
     "llava_onevision": Family(
         "llava_onevision",
         "LlavaOnevisionProcessor",
@@ -85,6 +130,15 @@ FAMILIES = {
             "size": {"height": 32, "width": 32},
             "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32]],
         },
+    ),
+    "mistral3": Family(
+        "mistral3",
+        "PixtralProcessor",
+        "PixtralImageProcessorPil",
+        "[IMG]",
+        others=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        settings={"patch_size": 8, "spatial_merge_size": 2},
+        image_settings={"size": {"longest_edge": 64}, "patch_size": {"height": 8, "width": 8}},
     ),
     "gemma3": Family(
         "gemma3",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -59,7 +59,8 @@ class SequenceImages:
         self._vision, self._table = vision, table
         self._upload = Uploader(model.device)
         width = int(model.hf_config.get_text_config().hidden_size)
-        cache_tokens = config.image_cache_bytes // (width * model.dtypes.activations.itemsize)
+        token_bytes = (1 + vision.num_deep) * width * model.dtypes.activations.itemsize
+        cache_tokens = config.image_cache_bytes // token_bytes
         most = min(config.max_image_tokens_per_step, cache_tokens, model.max_model_len)
         if vision.sees_itself:
             most = min(most, config.max_tokens_per_batch)
@@ -148,12 +149,12 @@ class SequenceImages:
                 low, high = np.searchsorted(places, (start, batch.contexts[index]))
                 if low < high and (embeddings := self._embeddings_of(row, item)) is not None:
                     targets = places[low:high] - start + first_token[index]
-                    parts.append((targets, embeddings[low:high]))
+                    parts.append((targets, embeddings[:, low:high]))
         changes: dict[str, Any] = {}
         if self._vision.rotates_in_space:
             changes["position_ids"] = self._rotary_positions(rows, batch, first_token)
         if parts:
-            changes["embeddings"] = self._embed(inputs, parts)
+            changes["media"] = self._arguments(inputs, parts)
         return msgspec.structs.replace(inputs, **changes)
 
     # --- inside -------------------------------------------------------------------------------
@@ -187,12 +188,12 @@ class SequenceImages:
             self._fail(row, str(error))
         return None
 
-    def _embed(self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]) -> Tensor:
-        targets = np.concatenate([targets for targets, _ in parts])
-        (index,) = self._upload(targets)
-        hidden = self._vision.embed(inputs.input_ids)
-        rows = torch.cat([rows for _, rows in parts]).to(hidden.dtype)
-        return hidden.index_copy(1, index, rows[None])
+    def _arguments(
+        self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]
+    ) -> Mapping[str, Any]:
+        (places,) = self._upload(np.concatenate([targets for targets, _ in parts]))
+        rows = torch.cat([rows for _, rows in parts], 1)
+        return self._vision.arguments(inputs.input_ids, places, rows)
 
     def _fail(self, row: int, why: str) -> None:
         info = self._table.info[row]

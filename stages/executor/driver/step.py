@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .pooling import PromptPooler
     from .speculation.drafts import Draft
     from .speculation.speculator import Speculator, StepDrafts
+    from .states import SequenceStates
 
 
 class StepOutputs(NamedTuple):
@@ -181,6 +182,7 @@ class StepRunner:
         speculator: The source of drafts; None if there are none.
         images: Puts in the images of prompts; None if the model takes none.
         graphs: Recorded decode steps; None if there are none.
+        states: The recurrent states of sequences; None if the model has none.
     """
 
     runner: ModelRunner
@@ -195,6 +197,7 @@ class StepRunner:
     speculator: Speculator | None = None
     images: SequenceImages | None = None
     graphs: DecodeGraphs | None = None
+    states: SequenceStates | None = None
 
     def add(self, new: NewSequence) -> None:
         """Add a sequence to the table.
@@ -207,6 +210,8 @@ class StepRunner:
             if self.images is None:
                 raise ValueError(f"sequence {new.seq_id} has images, and the model takes none")
             self.images.add(new, media.items)
+        if self.states is not None:
+            self.states.add(new)
 
     @torch.inference_mode()
     def run(self, step: LaunchedStep) -> StepOutputs:
@@ -266,6 +271,8 @@ class StepRunner:
         inputs, last_token = self._inputs(step, samples, num_scored)
         output = self.runner.start(inputs, with_states=bool(table.pools[step.rows].any()))
         table.num_computed[rows] = ends
+        if self.states is not None:
+            self.states.advance(rows, num_tokens, ends)
         return BegunStep(
             output, step, samples, num_scored, last_token, places, masks, logits_of, drafts
         )
@@ -360,6 +367,8 @@ class StepRunner:
         all_read = num_decodes == len(rows) or table.pools[rows].any()
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
+        if self.states is not None:
+            batch_rows = self.states.put_in(batch_rows, rows)
         images = self.images
         if images is not None and not images.concern(rows, starts):
             images = None

@@ -157,6 +157,10 @@ def make_parts(
         from .images import Images
 
         yield Images(state, model.vision)
+    if model.mixers is not None:
+        from .states import RecurrentStates
+
+        yield RecurrentStates(state)
     yield from make_embeddings(state)
     if why := why_no_graphs(state):
         state.off["graphs"] = why
@@ -186,6 +190,8 @@ def why_no_graphs(state: ExecutorState) -> str:
         return "they are for CUDA"
     if not state.model.generates:
         return "the model generates nothing"
+    if state.model.mixers is not None:
+        return "the model has recurrent state"
     if "kernels" in state.off:
         return state.off["kernels"]
     return "engine.cuda_graphs is off" if state.config.cuda_graphs == "off" else ""
@@ -201,6 +207,13 @@ def why_no_speculation(state: ExecutorState, companion: LoadedModel | None) -> s
         return "the model generates nothing"
     if state.config.speculation == "off":
         return "engine.speculation is off"
+    if state.model.mixers is not None:
+        if companion is not None:
+            raise ModelError(
+                "the model has recurrent state, which excludes a draft model; set draft_model_path "
+                "to ''"
+            )
+        return "the model has recurrent state"
     if state.steps.graphs is None:
         return ""
     if companion is not None:

@@ -26,6 +26,9 @@ class Rows:
         read: Indices, rising, of tokens whose last hidden states are read; None for all.
         reach: `[tokens]`, the last position that each token sees, in its own sequence and within
             its row; None if it is always the token's own.
+        states: `[rows]`, state slots; None for a model without recurrent state.
+        saves: `[saves, 3]`, states to copy: a row, the tokens of it that are in the state, and the
+            slot of the copy; None for none.
     """
 
     starts: IntArray
@@ -34,6 +37,8 @@ class Rows:
     num_decodes: int
     read: IntArray | None = None
     reach: IntArray | None = None
+    states: IntArray | None = None
+    saves: IntArray | None = None
 
     @cached_property
     def contexts(self) -> IntArray:

@@ -42,11 +42,15 @@ _LARGEST = 1 << 27
 """Parameters, 512 MiB in float32."""
 _MOST_LEN = 64
 
-_STEPS = ((4, 0), (2, 5), (1, 1), (2, 1))
-"""Tokens of two sequences in each step: whole prompts and chunks, beside others and alone."""
+_STEPS = ((4, 0, 0), (2, 5, 0), (1, 1, 6), (2, 1, 1), (1, 4, 1))
+"""Tokens of the sequences in each step: whole prompts and chunks, beside others and alone, so that
+in every sequence a token's place in the batch is another one than its position."""
 
 _TOLERANCE = 1e-3
 """The largest relative difference of a token's logits; rounding in float32 makes about 1e-5."""
+
+_SPANS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale")
+"""Names of widths in tokens: of windows, chunks, and steps of a temperature by position."""
 
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -79,8 +83,12 @@ def compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
     settings = EngineConfig(kernels=kernels, block_size=block_size, deterministic=False)
     latents = "auto" if any(spec.is_latent for spec in model.layers) else "off"
     own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN, latent_attention=latents)
-    cache = KVCache(own, 2 * -(-_MOST_LEN // block_size), block_size)
+    count = len(_STEPS[0])
+    blocks = count * -(-_MOST_LEN // block_size)
+    cache = KVCache(own, blocks, block_size, num_slots=count)
     backend, without_kernels = choose_backend(settings, own)
+    if not without_kernels and own.mixers is not None:
+        own.mixers.use_kernels(own.dtypes.activations, own.device)
     builder = InputBuilder(own, block_size, backend)
     fast = FastModules(own, cache, builder) if not without_kernels else None
     for found, wanted in zip(_stepwise(own, cache, builder, fast), logits, strict=True):
@@ -200,9 +208,16 @@ def _filled(
     decoder: Any = whole
     inner = decoder.get_decoder()
     used = {id(each) for part in (inner, decoder.get_output_embeddings()) for each in _own(part)}
+    # Numbers that the model computes itself, such as decays that depend on each other; but not a
+    # router's bias, which begins as zeros.
+    computed = {
+        name
+        for name, each in module.named_buffers()
+        if each.dtype.is_floating_point and each.numel() > 1 and each.std() > 0
+    }
     seen: dict[int, Tensor] = {}
     for name, tensor in whole.state_dict(keep_vars=True).items():
-        if id(tensor) not in used or not tensor.dtype.is_floating_point:
+        if id(tensor) not in used or not tensor.dtype.is_floating_point or name in computed:
             continue
         if id(tensor) not in seen:
             numbers = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
@@ -221,12 +236,11 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 def _stepwise(
     model: LoadedModel, cache: KVCache, builder: InputBuilder, fast: FastModules | None
 ) -> list[Tensor]:
-    """Return the logits of all tokens of each sequence, computed in steps of both."""
+    """Return the logits of all tokens of each sequence, computed in steps of several."""
     sequences, size = _sequences(), cache.block_size
-    width = cache.num_blocks // 2
-    tables = np.arange(2 * width).reshape(2, width)
-    done = np.zeros(2, dtype=np.int64)
-    logits: list[list[Tensor]] = [[], []]
+    tables = np.arange(cache.num_blocks).reshape(len(sequences), -1)
+    done = np.zeros(len(sequences), dtype=np.int64)
+    logits: list[list[Tensor]] = [[] for _ in sequences]
     for step in _STEPS:
         counts = np.array(step)
         chosen = np.flatnonzero(counts)
@@ -234,7 +248,8 @@ def _stepwise(
         rows = chosen[order]
         ids = [sequences[row][done[row] : done[row] + counts[row]] for row in rows]
         last = -(-int((done + counts).max()) // size)
-        batch = Rows(done[rows], counts[rows], tables[rows, :last], num_decodes)
+        states = None if model.mixers is None else rows
+        batch = Rows(done[rows], counts[rows], tables[rows, :last], num_decodes, states=states)
         flat = np.concatenate(ids)
         inputs = builder.build(batch, flat, np.arange(len(flat)))
         if fast is None:
@@ -263,26 +278,70 @@ def _small_configs(
     for head_dim in (_HEAD_DIM, None, 0):
         config = copy.deepcopy(hf_config)
         text: Any = config.get_text_config()
-        _cut_layers(text, min(text.num_hidden_layers, max(_MOST_LAYERS, stages)))
+        kept = _kept_layers(text, min(text.num_hidden_layers, max(_MOST_LAYERS, stages)))
+        own = _take_overrides(text)
+        _cut_layers(text, kept)
         for part in vars(config).values():
             if isinstance(part, PreTrainedConfig) and part is not text:
                 for depth in filter(partial(hasattr, part), _DEPTHS):
                     setattr(part, depth, 1)
         for part in {id(each): each for each in (config, text)}.values():
             _cut_vocabulary(part)
-        if getattr(text, "sliding_window", None):
-            text.sliding_window = min(text.sliding_window, _WINDOW)
+        for name in _SPANS:
+            if isinstance(tokens := getattr(text, name, None), int) and tokens:
+                setattr(text, name, min(tokens, _WINDOW))
+        rope = getattr(text, "rope_parameters", None) or {}
+        if rope.get("llama_4_scaling_beta"):
+            text.rope_parameters = rope | {"original_max_position_embeddings": _WINDOW}
+        before = {name: getattr(text, name) for name in own[0]} if own else {}
         if head_dim != 0:
             _cut_widths(text, size, head_dim)
+        if own:
+            # In the proportions of the model.
+            text.per_layer_config = {
+                place: {
+                    name: max(value * getattr(text, name) // before[name], 1)
+                    for name, value in own[index].items()
+                }
+                for place, index in enumerate(kept)
+            }
         yield config
 
 
-def _cut_layers(text: Any, count: int) -> None:
+def _kept_layers(text: Any, count: int) -> list[int]:
+    """Return the numbers of the layers to keep: the first ones.
+
+    Where the last layers read the keys and values of others, it is some of either part, with all
+    kinds of layers.
+    """
+    shared: int = getattr(text, "num_kv_shared_layers", None) or 0
+    if not shared:
+        return [*range(count)]
+    kinds, first = text.layer_types, text.num_hidden_layers - shared
+    kept: list[int] = []
+    for part in (range(first), range(first, first + shared)):
+        new = {kinds[layer]: layer for layer in reversed(part)}.values()
+        others = (layer for layer in part if layer not in new)
+        kept += sorted([*new, *others][: max(count // 2, len(new))])
+    text.num_kv_shared_layers = sum(layer >= first for layer in kept)
+    return kept
+
+
+def _take_overrides(text: Any) -> list[dict[str, int]]:
+    """Return the numbers in which layers differ, of each layer, and remove them."""
+    if not (names := getattr(text, "per_layer_attributes", None)):
+        return []
+    own = [{name: getattr(layer, name) for name in names} for layer in text.per_layer_config]
+    text.per_layer_config = None
+    return own
+
+
+def _cut_layers(text: Any, kept: list[int]) -> None:
     before = text.num_hidden_layers
     for name, value in [*vars(text).items()]:
         if isinstance(value, list) and len(value) == before:
-            setattr(text, name, value[:count])
-    text.num_hidden_layers = count
+            setattr(text, name, [value[layer] for layer in kept])
+    text.num_hidden_layers = len(kept)
 
 
 def _cut_vocabulary(part: Any) -> None:

@@ -116,7 +116,8 @@ class Determinism:
         tables[1, : len(own)] = own
         starts, counts = np.array([0, start]), np.array([len(neighbour), len(ids)])
         used = counts > 0
-        rows = Rows(starts[used], counts[used], tables[used], 0)
+        states = None if self.model.mixers is None else np.flatnonzero(used)
+        rows = Rows(starts[used], counts[used], tables[used], 0, states=states)
         wanted = np.arange(len(neighbour), len(neighbour) + len(ids))
         inputs = self.builder.build(rows, np.concatenate((neighbour, ids)), wanted)
         with self.active():
@@ -127,7 +128,7 @@ class Determinism:
 
     @torch.inference_mode()
     def _check_attention(self, batch: TiledBatch) -> None:
-        for window, heads, group in batch.chunks:
+        for span, heads, group in batch.chunks:
             for spec in set(self.model.layers):
-                if (spec.window, spec.num_kv_heads) == (window, heads):
+                if (spec.span, spec.num_kv_heads) == (span, heads):
                     check_attention(group, spec.key_dim, spec.value_dim)

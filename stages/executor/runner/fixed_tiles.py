@@ -13,12 +13,13 @@ and changes neither the model nor global state.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +40,9 @@ _TRIED_OUTPUTS = 64
 _MAGNITUDES = 12
 """Powers of two over which the weights of that product are spread."""
 
+_FEW_TERMS = 4
+"""Terms of a sum that are added one by one."""
+
 VECTOR = 64
 """Elements that every elementwise kernel handles without a scalar remainder, for any dtype."""
 
@@ -53,7 +57,7 @@ _ELEMENTWISE = (
 _ELEMENTWISE_METHODS = "exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sigmoid erf erfc"
 """Functions of torch that are also tensor methods, and have an in-place form."""
 
-_REFUSED = ("bmm", "baddbmm", "addbmm", "addmv", "mv", "einsum", "conv1d", "tensordot")
+_REFUSED = ("baddbmm", "addbmm", "addmv", "mv", "einsum", "conv1d", "tensordot")
 
 
 def require_cpu(device: torch.device) -> None:
@@ -128,12 +132,37 @@ class FixedTiles(TorchFunctionMode):
         return output
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """`torch.matmul` of rows with one matrix, or with a contracted dimension of 1."""
-        if left.dim() >= 2 and right.dim() >= 2 and left.shape[-1] == 1:
-            return left * right  # the outer product of positions and frequencies; no sums
-        if left.dim() < 2 or right.dim() != 2:
+        """`torch.matmul`, except of vectors."""
+        if left.dim() < 2 or right.dim() < 2:
             raise _no_fixed_shape("matmul")
-        return self.linear(left, right.t())
+        if left.shape[-1] <= _FEW_TERMS:
+            # As of positions and frequencies, or small matrices of each token.
+            terms = (left[..., [term]] * right[..., [term], :] for term in range(left.shape[-1]))
+            return reduce(operator.add, terms)
+        if right.dim() == 2:
+            return self.linear(left, right.t())
+        if isinstance(left if left._base is None else left._base, nn.Parameter):
+            return self._columns(left, right)
+        shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        left, right = (each.expand(*shape, -1, -1) for each in (left, right))
+        output = self.bmm(left.flatten(0, -3), right.flatten(0, -3))
+        return output.view(*shape, *output.shape[-2:])
+
+    def bmm(self, left: Tensor, right: Tensor) -> Tensor:
+        """`torch.bmm`, matrix by matrix."""
+        pairs = zip(left, right, strict=True)
+        return torch.stack([self.linear(rows, matrix.t()) for rows, matrix in pairs])
+
+    def _columns(self, weights: Tensor, columns: Tensor) -> Tensor:
+        """Product of weights, `[..., out, in]`, with columns of one token each."""
+        shape = torch.broadcast_shapes(weights.shape[:-2], columns.shape[:-2])
+        pairs = zip(
+            weights.expand(*shape, -1, -1).flatten(0, -3),
+            columns.expand(*shape, -1, -1).flatten(0, -3),
+            strict=True,
+        )
+        found = torch.stack([self.linear(rows.mT, weight).mT for weight, rows in pairs])
+        return found.view(*shape, *found.shape[1:])
 
     def addmm(self, bias: Tensor, rows: Tensor, matrix: Tensor, **others: Any) -> Tensor:
         """`torch.addmm` with a bias `[out]`, GPT-2's form of a linear layer."""
@@ -149,6 +178,8 @@ class FixedTiles(TorchFunctionMode):
             **dict.fromkeys((torch.matmul, torch.mm), self.matmul),
             **dict.fromkeys((Tensor.matmul, Tensor.__matmul__, Tensor.mm), self.matmul),
             **dict.fromkeys((torch.addmm, Tensor.addmm), self.addmm),
+            **dict.fromkeys((torch.bmm, Tensor.bmm), self.bmm),
+            torch.polar: _polar,
         }
         for module, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
             if hasattr(module, name):
@@ -283,6 +314,11 @@ def _rsqrt(source: Tensor) -> Tensor:
     """Called by every norm. Exact in two operations, except for dtypes that round in between."""
     wide = source.dtype in (torch.float32, torch.float64)
     return torch.rsqrt(source) if wide else elementwise(torch.rsqrt, source)
+
+
+def _polar(sizes: Tensor, angles: Tensor) -> Tensor:
+    parts = (elementwise(function, angles) for function in (torch.cos, torch.sin))
+    return torch.complex(*(sizes * part for part in parts))
 
 
 def _in_place(function: Callable[..., Tensor], target: Tensor) -> Tensor:

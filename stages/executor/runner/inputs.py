@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from .loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from .adapters.table import AdapterStep
+    from .mixers.step import StateStep
     from .ranks.pipelining import PipelineRank
 
 
@@ -35,8 +37,8 @@ class StepInputs(msgspec.Struct, frozen=True):
         adapters: The tokens' adapters; None for none.
         source: The arguments of `InputBuilder.build`, for other ranks.
         pipeline: As of LoadedModel.
-        embeddings: `[1, tokens, hidden]`, in place of `input_ids`; None if no token is of an
-            image.
+        media: Arguments of the forward call in place of `input_ids`, by name; None if no token is
+            of an image.
     """
 
     input_ids: Tensor
@@ -47,7 +49,8 @@ class StepInputs(msgspec.Struct, frozen=True):
     adapters: AdapterStep | None = None
     source: tuple[Rows, IntArray, IntArray] | None = None
     pipeline: PipelineRank | None = None
-    embeddings: Tensor | None = None
+    media: Mapping[str, Any] | None = None
+    states: StateStep | None = None
 
 
 @torch.inference_mode()
@@ -79,10 +82,15 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
     }
     if (pipeline := inputs.pipeline) is None:
         output: Any
-        if inputs.embeddings is None:
-            output = model(input_ids=inputs.input_ids, **call)
+        if inputs.media is None:
+            call["input_ids"] = inputs.input_ids
         else:
-            output = model(inputs_embeds=inputs.embeddings, **call)
+            call |= inputs.media
+        if inputs.states is None:
+            output = model(**call)
+        else:
+            with inputs.states.active(cache):
+                output = model(**call)
     else:
         before = pipeline.receive(inputs.position_ids.shape[1])
         output = pipeline.run(model, inputs.input_ids, before, call)
@@ -106,6 +114,7 @@ class InputBuilder:
         self._backend = GatherBackend(model, block_size) if backend is None else backend
         self._upload = Uploader(model.device)
         self._pipeline = model.pipeline
+        self._mixers = model.mixers
 
     def build(self, rows: Rows, input_ids: IntArray, logits_index: IntArray) -> StepInputs:
         """Build the inputs of a pass.
@@ -127,6 +136,11 @@ class InputBuilder:
             rows.contexts,
         )
         attention = self._backend.prepare(rows, *layout)
+        states = None
+        if self._mixers is not None:
+            from .mixers.step import StateStep
+
+            states = StateStep.of(self._mixers, rows)
         return StepInputs(
             ids[None],
             places[None],
@@ -135,4 +149,5 @@ class InputBuilder:
             self._backend,
             source=source,
             pipeline=self._pipeline,
+            states=states,
         )

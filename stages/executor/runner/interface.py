@@ -36,6 +36,9 @@ from .kernels import cpu as cpu
 from .kv_cache import KVCache as KVCache
 from .kv_cache import count_blocks as count_blocks
 from .kv_cache import count_slots as count_slots
+from .kv_cache import count_snapshots
+from .kv_cache import fit_batch_size as fit_batch_size
+from .kv_cache import slot_bytes as slot_bytes
 from .loaded_model import LoadedModel as LoadedModel
 from .media import MediaEmbeddings as MediaEmbeddings
 from .media import MediaEncoder as MediaEncoder
@@ -61,7 +64,8 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         fast_modules: The modules that run with our kernels; None if there are none.
         determinism: Deterministic mode; None if it is off.
         active: The context in which steps run.
-        off: Why a feature is off: "kernels", "deterministic". Features in use are missing.
+        off: Why a feature is off: "kernels", "mixers" (their kernels), "deterministic". Features in
+            use are missing.
         ranks: The other ranks, which run every step with this one; None if there are none.
     """
 
@@ -192,7 +196,8 @@ def make_runner(
         model,
         num_blocks,
         config.block_size,
-        num_slots=count_slots(config),
+        num_slots=count_slots(config, model),
+        num_snapshots=count_snapshots(config, model, num_blocks),
         huge_pages=huge_pages,
     )
     reason = "another back end was given"
@@ -200,6 +205,9 @@ def make_runner(
         backend, reason = choose_backend(config, model)
     off = {"kernels": reason} if reason else {}
     builder = InputBuilder(model, config.block_size, backend)
+    if not reason and model.mixers is not None:
+        why = model.mixers.use_kernels(model.dtypes.activations, model.device)
+        off |= {"mixers": why} if why else {}
     tiles = FixedTiles()
     fast, determinism = None, None
     if not reason:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from ....config import EngineConfig, ModelError
+from ....config.engine import DEFAULT_BATCH_SIZE
 from .attention_options import AttentionOptions
 from .batch import DecodeRows
 from .device import free_memory
@@ -18,6 +20,10 @@ from .state.memory import StateMemory
 
 MAX_GATHERED_TOKENS = 1 << 16
 """The most context tokens, padding included, in one gather for rows of one token."""
+
+
+_SPARE_SLOTS = 2
+"""State slots beside those of `max_batch_size` sequences, such as for an audit."""
 
 
 class PagedLayer(Protocol):
@@ -41,7 +47,9 @@ class KVCache(StateMemory):
     after the tensors' memory has changed.
 
     Attributes:
-        first_layer: As of LoadedModel.
+        index_of: As of LoadedModel.
+        specs: The attention layers.
+        recurrent: The states of other layers.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class KVCache(StateMemory):
         block_size: int,
         *,
         num_slots: int = 0,
+        num_snapshots: int = 0,
         huge_pages: bool = False,
     ) -> None:
         """Allocate the blocks, and the slots of a model that keeps a state per sequence.
@@ -60,6 +69,7 @@ class KVCache(StateMemory):
             num_blocks: Blocks.
             block_size: Tokens of a block.
             num_slots: Sequences.
+            num_snapshots: Copies of their states.
             huge_pages: Allocate in large pages, if available.
         """
         super().__init__(
@@ -69,11 +79,17 @@ class KVCache(StateMemory):
             num_blocks=num_blocks,
             block_size=block_size,
             num_slots=num_slots,
+            num_snapshots=num_snapshots,
             huge_pages=huge_pages,
         )
         self.padding_block = num_blocks
-        self.first_layer = model.first_layer
-        attention = self.layers[: len(model.layers)]
+        self.index_of = model.index_of
+        self.specs = model.layers
+        attention = [
+            self.layers[index if spec.source is None else model.index_of[spec.source]]
+            for index, spec in enumerate(model.layers)
+        ]
+        self.recurrent = self.layers[len(model.layers) :]
         self.keys, self.values = ([pair[which] for pair in attention] for which in (0, -1))
         self._latents = [layer for layer, spec in enumerate(model.layers) if spec.is_latent]
         for layer in self._latents:
@@ -100,7 +116,12 @@ class KVCache(StateMemory):
         return attention
 
     def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`."""
+        """Write keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`.
+
+        Does nothing for a layer that reads another's.
+        """
+        if self.specs[layer].source is not None:
+            return
         self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
         if layer not in self._latents:
             self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
@@ -161,18 +182,40 @@ def _tensors_of(model: LoadedModel) -> list[StateTensor]:
     return [tensor for state in model.states for tensor in state.tensors(kept)]
 
 
-def count_slots(config: EngineConfig) -> int:
-    """Return the sequences that the executor has at most: finished ones stay until a plan names
-    them, hence more than run."""
-    return config.max_batch_size + 16
+def count_slots(config: EngineConfig, model: LoadedModel) -> int:
+    """Return the sequences that the executor has at most.
+
+    Of a model without recurrent state more than run, since a finished sequence may stay until a
+    plan names it. State slots are large, and plans name sequences before they start others.
+    """
+    return config.max_batch_size + (16 if model.mixers is None else _SPARE_SLOTS)
+
+
+def count_snapshots(config: EngineConfig, model: LoadedModel, num_blocks: int) -> int:
+    """Return the snapshots of recurrent states that fit `state_snapshots_bytes`, at most one for
+    each block."""
+    if model.mixers is None:
+        return 0
+    return min(config.state_snapshots_bytes // max(slot_bytes(model), 1), num_blocks)
+
+
+def fit_batch_size(config: EngineConfig, model: LoadedModel) -> int:
+    """Return `max_batch_size`. If it is the default, recurrent states of so many sequences take at
+    most half of the memory for the KV cache."""
+    most = config.batch_size_on(model.device.type)
+    if model.mixers is None or config.max_batch_size != DEFAULT_BATCH_SIZE:
+        return most
+    available = _available(msgspec.structs.replace(config, max_batch_size=most), (model,))
+    fitting = available // (2 * max(slot_bytes(model), 1)) - _SPARE_SLOTS
+    return max(min(most, fitting), 1)
 
 
 def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None) -> int:
     """Return the number of blocks of the cache, and of the draft model's cache, if any.
 
-    On a device with its own memory: what `gpu_memory_utilization` leaves beside the weights and a
-    margin for activations. Otherwise: what fits `kv_cache_bytes`. At most what `max_batch_size`
-    sequences of full length fill.
+    On a device with its own memory: what `gpu_memory_utilization` leaves beside the weights,
+    snapshots and a margin for activations. Otherwise: what fits `kv_cache_bytes`. At most what
+    `max_batch_size` sequences of full length fill.
 
     Raises:
         ModelError: One sequence of `max_model_len` would not fit.
@@ -180,23 +223,40 @@ def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | 
     models = (model,) if draft is None else (model, draft)
     per_block = sum(block_bytes(each, config.block_size) for each in models)
     per_sequence = -(-model.max_model_len // config.block_size)
+    most = config.max_batch_size * per_sequence
     if model.is_encoder:
         # An encoder's blocks hold nothing.
-        return config.max_batch_size * per_sequence
-    memory = free_memory(model.device)
-    available = _left_bytes(config, models, *memory) if memory else config.kv_cache_bytes
-    available -= count_slots(config) * sum(map(slot_bytes, models))
-    num_blocks = min(available // per_block, config.max_batch_size * per_sequence)
-    if num_blocks < per_sequence:
-        setting = "gpu_memory_utilization" if memory else "kv_cache_bytes"
+        return most
+    available = _available(config, models)
+    slots = count_slots(config, model) * sum(map(slot_bytes, models))
+    available -= slots
+    # Without attention blocks hold nothing.
+    num_blocks = min(available // per_block, most) if per_block else most
+    if num_blocks < per_sequence or available < 0:
+        on_device = free_memory(model.device) is not None
+        setting = "gpu_memory_utilization" if on_device else "kv_cache_bytes"
         fitting = max(num_blocks, 0) * config.block_size
         alternative = f", or set max_model_len to at most {fitting}" if fitting > 1 else ""
+        states = ""
+        if slots:
+            states = f" beside {slots} of recurrent states of {config.max_batch_size} sequences"
+            alternative = f", or lower max_batch_size{alternative}"
         raise ModelError(
             f"one sequence of max_model_len {model.max_model_len} needs "
-            f"{per_sequence * per_block} bytes of KV cache and there are {max(available, 0)}; "
-            f"raise {setting}{alternative}"
+            f"{per_sequence * per_block} bytes of KV cache{states} and there are "
+            f"{max(available, 0)}; raise {setting}{alternative}"
         )
     return num_blocks
+
+
+def _available(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
+    """Return the bytes for blocks and slots."""
+    memory = free_memory(models[0].device)
+    if memory is None:
+        return config.kv_cache_bytes
+    most = config.max_batch_size * -(-models[0].max_model_len // config.block_size)
+    snapshots = count_snapshots(config, models[0], most) * slot_bytes(models[0])
+    return _left_bytes(config, models, *memory) - snapshots
 
 
 def _left_bytes(config: EngineConfig, models: Sequence[LoadedModel], free: int, total: int) -> int:
@@ -205,7 +265,8 @@ def _left_bytes(config: EngineConfig, models: Sequence[LoadedModel], free: int, 
     # Passes of both models alternate, and each leaves its buffers with the allocator.
     for each in models:
         activations, logits = _pass_bytes(config, each, config.max_tokens_per_batch)
-        widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
+        widths = (spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
+        widest = max(widths, default=0)
         margin += (
             activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtypes.kv_cache.itemsize
         )

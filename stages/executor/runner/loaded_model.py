@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -10,12 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .attention_options import AttentionOptions
+from .attention_options import AttentionOptions, Span
 from .shards import ShardedWeights
 from .state.kinds import LayerState, StateTensor
 
 if TYPE_CHECKING:
     from .media import MediaEncoder
+    from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
 
 # Names in Transformers' configurations, the commonest first.
@@ -43,7 +45,9 @@ class LayerSpec(msgspec.Struct, frozen=True):
         num_kv_heads: Heads of keys and values.
         key_dim: Width of one key head.
         value_dim: Width of one value head.
-        window: A query sees itself and the `window - 1` tokens before it; None sees all.
+        window: As in Span.
+        chunk: Likewise.
+        source: The `layer_idx` of the layer whose keys and values it reads; None if it has its own.
         is_latent: Whether values are the first numbers of the keys, and not kept again.
     """
 
@@ -51,10 +55,19 @@ class LayerSpec(msgspec.Struct, frozen=True):
     key_dim: int
     value_dim: int
     window: int | None
+    chunk: int | None = None
+    source: int | None = None
     is_latent: bool = False
 
+    @property
+    def span(self) -> Span:
+        """The positions that a query sees."""
+        return Span(self.window, self.chunk)
+
     def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the state: keys, and values unless they are in the keys."""
+        """Return the state: keys, and values unless they are in the keys; or another layer's."""
+        if self.source is not None:
+            return ()
         widths = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
         return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
 
@@ -73,7 +86,9 @@ class LoadedModel:
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
         attention_options: Options of these layers.
+        layer_indices: The `layer_idx` of each of them.
         other_states: State that other layers keep of a sequence, such as a recurrent state.
+        mixers: The layers' mixers with recurrent state; None if all mix by attention.
         generates: Whether there is an output layer.
         is_encoder: Whether tokens see later ones, so that prompts run as a whole, with
             Transformers' own attention.
@@ -94,7 +109,9 @@ class LoadedModel:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     attention_options: tuple[AttentionOptions, ...] = ()
+    layer_indices: tuple[int, ...] = ()
     other_states: tuple[LayerState, ...] = ()
+    mixers: Mixers | None = None
     generates: bool = True
     is_encoder: bool = False
     may_pad: bool = True
@@ -109,10 +126,17 @@ class LoadedModel:
         """The state that layers keep of a sequence: attention first, in the order of `layers`."""
         return (*self.layers, *self.other_states)
 
-    @property
-    def first_layer(self) -> int:
-        """The `layer_idx` of the first of `layers`."""
-        return 0 if self.pipeline is None else self.pipeline.layers.start
+    @cached_property
+    def index_of(self) -> dict[int, int]:
+        """The index in `layers` by `layer_idx`."""
+        return {layer: index for index, layer in enumerate(self.layer_indices)}
+
+    @cached_property
+    def shares_kv(self) -> frozenset[int]:
+        """The `layer_idx` of the layers that read another's keys and values, and of these."""
+        pairs = zip(self.layer_indices, (spec.source for spec in self.layers), strict=True)
+        found = {index for pair in pairs if pair[1] is not None for index in pair}
+        return frozenset(index for index in found if index is not None)
 
     @property
     def whole(self) -> nn.Module:

@@ -17,17 +17,24 @@ if TYPE_CHECKING:
 SUPPORTED = frozenset(
     (
         "gemma3",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
         "idefics3",
         "internvl",
         "llava",
+        "llava_next",
         "llava_onevision",
+        "mistral3",
         "qwen2_5_vl",
         "qwen2_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
         "smolvlm",
     )
 )
 """Kinds of models whose images are served. In others an image may be more than embeddings in place
-of tokens, such as features that are added in several layers."""
+of tokens, positions, and features that the first layers add."""
 
 MediaKey = tuple[str, int]
 """`MediaItem.key`."""
@@ -56,10 +63,13 @@ class MediaEncoder(Protocol):
     Attributes:
         kind: As `MediaItem.kind`.
         sees_itself: Whether an item's tokens see each other in both directions.
+        num_deep: Layers of the language model that add features of their own to their outputs at an
+            item's places (DeepStack).
     """
 
     kind: str
     sees_itself: bool
+    num_deep: int
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -69,11 +79,18 @@ class MediaEncoder(Protocol):
     def rotates_in_space(self) -> bool:
         """Whether an item's tokens have positions in several dimensions."""
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, `[..., hidden]`, as the model computes them."""
+    def arguments(self, input_ids: Tensor, places: Tensor, rows: Tensor) -> Mapping[str, Any]:
+        """Return the arguments of the model's forward call in place of `input_ids`.
+
+        Args:
+            input_ids: `[1, tokens]`.
+            places: `[media tokens]`, indices of the tokens of media, rising.
+            rows: `[1 + num_deep, media tokens, hidden]`, as from `encode`.
+        """
 
     def encode(self, item: MediaItem, stored: StoredImage) -> Tensor:
-        """Return an item's embeddings, `[item.num_tokens, hidden]`.
+        """Return an item's embeddings and the features that layers add,
+        `[1 + num_deep, item.num_tokens, hidden]`.
 
         Raises:
             MediaError: The item has another number of tokens, or can't be processed.
@@ -131,7 +148,7 @@ class MediaEmbeddings:
                 self.num_encoded += 1
 
     def of(self, item: MediaItem) -> Tensor:
-        """Return an item's embeddings, `[num_tokens, hidden]`.
+        """Return an item's embeddings, as `MediaEncoder.encode` does.
 
         Raises:
             MediaError: It could not be encoded.

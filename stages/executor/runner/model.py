@@ -30,6 +30,7 @@ from ....text.context_length import longest_context
 from ....text.gguf_facts import LINK, facts_of
 from ....text.model_folder import folder_of
 from ....text.pooling_config import embeds_only
+from .attention.carried import KeywordsLost, carry_keywords
 from .attention.interface import (
     IMPLEMENTATION,
     PROBING,
@@ -38,17 +39,20 @@ from .attention.interface import (
     register_attention,
 )
 from .attention.latent import keep_latents
+from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel
 from .media import SUPPORTED
+from .mixers.marks import has_mixers
 from .progress import counted_progress
 from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
     from .media import MediaEncoder
+    from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
 
 
@@ -179,9 +183,11 @@ def wrap_model(
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
     latents = keep_latents(module, wanted=latent_attention != "off")
-    probe = _probe_layers(module, limit, weight.device, pipeline)
+    mixers = load_mixers(module)
+    probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
-    layers = probe.finish(own)
+    # Of a model that generates, the comparison at load shows whether other layers mix tokens.
+    indices = probe.finish(own, others=mixers is not None and generates)
     encoders: tuple[MediaEncoder, ...] = ()
     if image_processor is not None:
         from .vision import VisionModel
@@ -189,6 +195,7 @@ def wrap_model(
         sees_itself = _images_see_themselves(module)
         encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
+    provide_lengths(module)
     return LoadedModel(
         module=module,
         hf_config=hf_config,
@@ -197,8 +204,11 @@ def wrap_model(
         dtypes=Dtypes.of(weight.dtype if pipeline is None else pipeline.dtype),
         max_model_len=limit,
         vocab_size=weight.shape[0],
-        layers=layers,
-        attention_options=tuple(probe.options[index] for index in own),
+        layers=tuple(probe.layers[index] for index in indices),
+        attention_options=tuple(probe.options[index] for index in indices),
+        layer_indices=indices,
+        other_states=() if mixers is None else mixers.states,
+        mixers=mixers,
         generates=generates,
         is_shared=True,
         pipeline=pipeline,
@@ -265,10 +275,12 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
     text = hf_config.get_text_config()
     if text is not hf_config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         check_architecture(text, _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, text))
+    if has_mixers(model_class):
+        return  # only the model shows whether its layers can be taken
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(
-            f"{model_class.__name__} has state-space or recurrent layers, which the KV cache can't "
-            "hold; choose a model whose layers are all attention"
+            f"{model_class.__name__} has recurrent layers of a kind that is not known here; choose "
+            "another model"
         )
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ModelError(
@@ -382,9 +394,22 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
         raise wrong_shape(folder, name, shape, wanted)
 
 
+def load_mixers(module: nn.Module) -> Mixers | None:
+    """Return the mixers with recurrent state of a model; None, without importing them, if none."""
+    if not any(map(has_mixers, {type(each) for each in module.modules()})):
+        return None
+    from .mixers.find import find_mixers
+
+    return find_mixers(module)
+
+
 @torch.no_grad()
 def _probe_layers(
-    module: Any, max_model_len: int, device: torch.device, pipeline: PipelineRank | None
+    module: Any,
+    max_model_len: int,
+    device: torch.device,
+    pipeline: PipelineRank | None,
+    mixers: Mixers | None,
 ) -> LayerProbe:
     name = type(module).__name__
     probe = LayerProbe(name, max_model_len)
@@ -392,9 +417,21 @@ def _probe_layers(
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
+    # A number of logits may cut the last layers' masks, which are no tensors here.
+    call["logits_to_keep"] = positions[0]
+    if any(getattr(each, "indexer", None) is not None for each in module.modules()):
+        raise ModelError(
+            f"{name} can't be served: an indexer chooses the tokens that its layers see; choose "
+            "another model"
+        )
     try:
         if pipeline is None:
-            module(input_ids=tokens, **call)
+            with nullcontext() if mixers is None else mixers.probing():
+                try:
+                    module(input_ids=tokens, **call)
+                except KeywordsLost as lost:
+                    carry_keywords(module, lost.layer)
+                    module(input_ids=tokens, **call)
         else:
             hidden = pipeline.empty_states(2, device)[None].zero_()
             output = pipeline.run(module, tokens, hidden, call)

@@ -26,7 +26,7 @@ from .fixed_tiles import require_cpu
 from .linear.choose import method_of
 from .loaded_model import LoadedModel
 from .media import SUPPORTED
-from .model import check_architecture, load_config, wrap_model
+from .model import check_architecture, load_config, load_mixers, wrap_model
 from .ranks.group import PARTS, Layout, RankGroup
 from .ranks.layers import ParallelExperts, VocabParallelEmbedding, shard_module
 from .ranks.pipelining import PipelineRank
@@ -66,6 +66,7 @@ def load_sharded(
     check_architecture(hf_config)
     files = tensor_files(folder)
     whole = make_whole(hf_config, _dtype_of(config, hf_config, files))
+    _check_no_mixers(whole)
     layout = make_layout(config, group)
     expert_parallel = config.expert_parallel > 1
     huge = config.huge_pages == "auto"
@@ -133,6 +134,15 @@ def move_experts(module: nn.Module, owners: Sequence[int]) -> None:
     """
     for experts in experts_in(module):
         experts.set_owners(owners)
+
+
+def _check_no_mixers(whole: nn.Module) -> None:
+    if (mixers := load_mixers(whole)) is not None:
+        raise ModelError(
+            f"{type(whole).__name__} has {len(mixers)} layers with recurrent state, which can't be "
+            f"shared among ranks; {_ALONE}, and engine.pipeline_parallel and "
+            "engine.expert_parallel to 1"
+        )
 
 
 def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
@@ -270,14 +280,22 @@ def _is_in(name: str, modules: Collection[str]) -> bool:
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
     """Compute buffers that are not in checkpoints, such as rotary frequencies."""
-    for child in module.modules():
-        if child._buffers:
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = torch.empty_like(buffer, device=device)
-            # Transformers' way for models that it builds on the meta device.
-            with torch.no_grad():
-                module._init_weights(child)
+    owners: list[tuple[Any, nn.Module]] = []
+    own: dict[str, Any] = {}
+    for path, child in module.named_modules():
+        # The language part of a model with images may have settings that the whole lacks.
+        is_model = hasattr(child, "_init_weights")
+        own[path] = owner = child if is_model else own[path.rpartition(".")[0]]
+        # Models set buffers of their layers.
+        if child._buffers or is_model:
+            owners.append((owner, child))
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty_like(buffer, device=device)
+    # Transformers' way for models that it builds on the meta device.
+    with torch.no_grad():
+        for owner, child in owners:
+            owner._init_weights(child)
 
 
 def _allocate(module: nn.Module, device: torch.device, *, huge: bool) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoImageProcessor
 from ....bus.media import MediaItem
 from ....config import ModelError
 from ....store.images import StoredImage
+from .deepstack import accept_deep_features, deep_features, num_deep_layers
 from .media import MediaError, Positions
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -58,7 +59,8 @@ class VisionModel:
             sees_itself: As in MediaEncoder.
 
         Raises:
-            ModelError: Its placeholder is no token.
+            ModelError: Its placeholder is no token, or it has features of images that are not
+                supported.
         """
         token_id, rows = module.config.image_token_id, module.get_input_embeddings().weight.shape[0]
         if token_id >= rows:
@@ -68,6 +70,9 @@ class VisionModel:
                 "embeddings; resize them with resize_token_embeddings()"
             )
         self.sees_itself = sees_itself
+        self.num_deep = num_deep_layers(module)
+        if self.num_deep:
+            accept_deep_features(module)
         self._module, self._base = module, module.base_model
         self._processor = processor
         self._takes = inspect.signature(self._base.get_image_features).parameters
@@ -83,27 +88,31 @@ class VisionModel:
         """Whether an image's tokens have positions in height and width (M-RoPE)."""
         return hasattr(self._base, "get_rope_index")
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, `[..., hidden]`, as the model computes them."""
-        embeddings: Tensor = self._module.get_input_embeddings()(input_ids)
-        return embeddings
+    def arguments(self, input_ids: Tensor, places: Tensor, rows: Tensor) -> dict[str, Any]:
+        """Return the arguments of the model's forward call, as MediaEncoder says."""
+        hidden = self._module.get_input_embeddings()(input_ids)
+        rows = rows.to(hidden.dtype)
+        found: dict[str, Any] = {"inputs_embeds": hidden.index_copy(1, places, rows[:1])}
+        if self.num_deep:
+            found["deep_features"] = deep_features(input_ids, places, rows[1:])
+        return found
 
     @torch.inference_mode()
     def encode(self, item: MediaItem, image: StoredImage) -> Tensor:
-        """Return an image's embeddings, `[item.num_tokens, hidden]`.
+        """Return an image's embeddings and features, `[1 + num_deep, item.num_tokens, hidden]`.
 
         Raises:
             MediaError: The image has another number of tokens, or can't be processed.
         """
         try:
-            output = self._base.get_image_features(**self._inputs(image)).pooler_output
+            output = self._base.get_image_features(**self._inputs(image))
         except _REFUSALS as error:
             raise MediaError(f"the image can't be encoded: {error!s:.200}") from error
-        parts = [output] if isinstance(output, Tensor) else output
-        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-        if len(rows) != item.num_tokens:
+        deep = output.deepstack_features if self.num_deep else []
+        rows = torch.stack([_flat(each) for each in (output.pooler_output, *deep)])
+        if rows.shape[1] != item.num_tokens:
             raise MediaError(
-                f"the image has {len(rows)} tokens, and the prompt has {item.num_tokens} "
+                f"the image has {rows.shape[1]} tokens, and the prompt has {item.num_tokens} "
                 "placeholders for it"
             )
         return rows
@@ -141,11 +150,20 @@ class VisionModel:
         """Return the grid of an image, `[1, 3]`, which depends on its size alone."""
         own = self._processor
         rule = sys.modules[type(own).__module__].smart_resize
+        # Some processors treat an image as a video of a few equal frames.
+        frames = {"num_frames": own.temporal_patch_size, "temporal_factor": own.temporal_patch_size}
         height, width = rule(
-            item.height,
-            item.width,
+            height=item.height,
+            width=item.width,
             factor=own.patch_size * own.merge_size,
             min_pixels=own.size["shortest_edge"],
             max_pixels=own.size["longest_edge"],
+            **(frames if "num_frames" in inspect.signature(rule).parameters else {}),
         )
         return torch.tensor([[1, height // own.patch_size, width // own.patch_size]])
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the features of one image, `[tokens, hidden]`."""
+    parts = [features] if isinstance(features, Tensor) else features
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

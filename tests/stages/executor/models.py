@@ -32,6 +32,15 @@ _COMMON: dict[str, Any] = {
 
 _MIXED_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
+_SHARED = {
+    "num_hidden_layers": 5,
+    "layer_types": [*_MIXED_WINDOWS, "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "sliding_window": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
+}
+
 _MOE = {"num_experts_per_tok": 2}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -57,6 +66,29 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, **_MOE},
     "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "layer_types": _MIXED_WINDOWS, **_MOE},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, **_MOE},
+    "llama4_text": {
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 1, 0],
+        "floor_scale": 5,
+        "attn_scale": 0.3,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+    },
+    "gemma3n_text": {
+        **_SHARED,
+        "intermediate_size": [64] * 5,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.3, 0.0, 0.0],
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {
+        **_SHARED,
+        "use_double_wide_mlp": True,
+        "global_head_dim": 32,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
 }
 
 _LATENT: dict[str, Any] = {
@@ -90,30 +122,19 @@ ARCHITECTURES = tuple(OVERRIDES)
 
 _ENCODER_DECODER = "is an encoder-decoder model"
 _NOT_CAUSAL = "is not a causal language model"
-_STATEFUL = "has state-space or recurrent layers"
+_STATEFUL = "has recurrent layers of a kind that is not known here"
 _NO_INTERFACE = "does not use Transformers' attention interface (_supports_attention_backend)"
 
 REFUSED = {
     **dict.fromkeys(("t5", "bart", "marian", "whisper"), _ENCODER_DECODER),
     **dict.fromkeys(("vit", "clip"), _NOT_CAUSAL),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "granitemoehybrid"), _STATEFUL),
-    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "rwkv"), _STATEFUL),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _STATEFUL),
     **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"), _NO_INTERFACE),
     **dict.fromkeys(("stablelm", "xlnet"), _NO_INTERFACE),
-    "lfm2": "don't go through Transformers' attention interface",
-    "llama4_text": "is neither causal nor a sliding window",
 }
 """Kinds of models that are refused at load, and a part of the error's sentence."""
 
-_REFUSED_ONCE_BUILT: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "llama4_text": {
-        "attention_chunk_size": 8,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 32,
-    },
-}
+_REFUSED_ONCE_BUILT: dict[str, dict[str, Any]] = {}
 """Those of which only the model tells, not the class, and settings that make it small."""
 
 

@@ -84,7 +84,8 @@ class PlainPagedAttention:
     def __init__(self, keys: Tensor, values: Tensor, heads: int, options: AttentionOptions) -> None:
         self._keys, self._values = keys, values
         self._group = heads // keys.shape[2]
-        self._scale, self._window, self._softcap, self._sinks = options
+        self._scale, self._softcap, self._sinks = options.scale, options.softcap, options.sinks
+        self._span = options.span
 
     def find_tensors(self) -> None:
         pass
@@ -103,9 +104,7 @@ class PlainPagedAttention:
         if self._softcap is not None:
             scores = torch.tanh(scores / self._softcap) * self._softcap
         positions = torch.arange(keys.shape[1], device=keys.device)
-        hidden = positions >= contexts
-        if self._window is not None:
-            hidden |= positions < contexts - self._window
+        hidden = (positions >= contexts) | (positions < self._span.first(contexts - 1))
         wide = torch.promote_types(scores.dtype, torch.float32)
         scores = scores.to(wide).masked_fill(hidden[:, None], float("-inf"))
         if self._sinks is not None:

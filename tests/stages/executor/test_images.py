@@ -15,8 +15,11 @@ NEW_TOKENS = 6
 CHUNKS = {"gemma3": 18}
 """Most tokens of a step, where an image of 16 has to be computed as a whole."""
 
-CUT = [name if name in ("gemma3", "qwen2_vl") else in_soak(name) for name in ARCHITECTURES]
-"""Every day those that differ where a prompt is cut: whole images, and positions of their own."""
+CUT = [
+    name if name in ("gemma3", "qwen2_vl", "qwen3_vl") else in_soak(name) for name in ARCHITECTURES
+]
+"""Every day those that differ where a prompt is cut: whole images, positions of their own, and
+features in several layers."""
 
 
 def prompts_of(world: World) -> list[ImagePrompt]:

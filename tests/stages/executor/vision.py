@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ from .vision_models import (
 _NESTED = ("idefics3", "llava_onevision", "smolvlm")
 _OPTIONS: dict[str, dict[str, Any]] = {"internvl": {"crop_to_patches": True}}
 _TILED = ("idefics3", "smolvlm")
+_CUT = (*_TILED, "mistral3")
+"""An image has other tokens between those of embeddings."""
 _TILE_TOKENS = 4
 
 
@@ -130,10 +133,11 @@ class World:
             number = counts[len(media)]
             token_ids.append(START)
             start = len(token_ids)
-            if self.name in _TILED:
+            if self.name in _CUT:
                 start += 1
-                tile = [TILE, *[PLACEHOLDER] * _TILE_TOKENS]
-                token_ids += tile * (number // _TILE_TOKENS)
+                for first in range(0, number, _TILE_TOKENS):
+                    rest = min(number - first, _TILE_TOKENS)
+                    token_ids += [TILE, *[PLACEHOLDER] * rest]
             else:
                 token_ids += [PLACEHOLDER] * number
             token_ids.append(END)
@@ -145,10 +149,9 @@ class World:
             features = features_of(self.processor, _OPTIONS.get(self.name, {}), part, alone=alone)
             self.images[name] = StoredImage(*part.size, features)
         kinds = (torch.tensor([token_ids]) == PLACEHOLDER).int()
-        if self.name.startswith("qwen"):
-            inputs["mm_token_type_ids"] = kinds
-        if self.name == "gemma3":
-            inputs["token_type_ids"] = kinds
+        takes = inspect.signature(self.model.forward).parameters
+        for kind in {"mm_token_type_ids", "token_type_ids"}.intersection(takes):
+            inputs[kind] = kinds
         return ImagePrompt(token_ids, tuple(media), inputs)
 
     def _counts(self, inputs: Mapping[str, Any], images: Sequence[Any], patches: Any) -> list[int]:

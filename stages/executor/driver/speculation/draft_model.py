@@ -78,6 +78,11 @@ def load_draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
             "the draft model makes embeddings and generates nothing; set draft_model_path to one "
             "that generates"
         )
+    if model.mixers is not None:
+        raise ModelError(
+            "the draft model has recurrent state, which no draft can be taken back from; set "
+            "draft_model_path to a model whose layers are all attention"
+        )
     _check_vocabulary(config, model, target)
     return model
 

@@ -72,7 +72,8 @@ class AttentionBackend(Protocol[Batch]):
     ) -> Tensor:
         """Attention of one layer for the whole step.
 
-        Writes the new keys and values to this layer's slots of the cache, and nothing else. A
+        Writes the new keys and values to this layer's slots of the cache, and nothing else; nothing
+        for a layer that reads another's, which has written the same ones. A
         token attends to its own sequence only, up to itself, or up to `rows.reach` in models with
         such images. Overwrites earlier results of `cache.gather`.
 

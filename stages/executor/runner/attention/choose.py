@@ -57,7 +57,8 @@ def kernels_of(model: LoadedModel) -> str:
 def code_of(model: LoadedModel) -> str:
     """Return a digest of the code of a model's kernels, compiled where they are."""
     if model.device.type != "cuda":
-        return cpu.code(model.dtypes.weights)
+        code = cpu.code(model.dtypes.weights)
+        return code if model.mixers is None else f"{code}{model.mixers.operators.code}"
     digest = hashlib.sha256(f"triton {metadata.version('triton')}".encode())
     for file in sorted(SOURCES.glob("triton_*.py")):
         digest.update(file.read_bytes())

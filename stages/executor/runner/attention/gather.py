@@ -6,7 +6,7 @@ one query each, `scaled_dot_product_attention` is several times slower on the CP
 
 Longer rows, also those of other back ends, run one by one through `scaled_dot_product_attention`,
 with each KV head as a batch entry whose query heads share a zero-stride view; with soft caps or
-sinks, through two matrix products. The layout of a step depends on the window and the number of KV
+sinks, through two matrix products. The layout of a step depends on the span and the number of KV
 heads, so it is made once for each such kind of layer.
 """
 
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention_options import AttentionOptions
+from ..attention_options import AttentionOptions, Span
 from ..batch import IntArray, Rows
 from ..kv_cache import MAX_GATHERED_TOKENS, KVCache
 from ..loaded_model import LoadedModel
 from .backend import QKV
 
-LayerKind = tuple[int | None, int]
-"""(window, KV heads) of a layer."""
+LayerKind = tuple[Span, int]
+"""(span, KV heads) of a layer."""
 
 _MAX_SCORES = 1 << 25
 """Attention scores in memory at a time, without SDPA (float32: 128 MiB)."""
@@ -38,20 +38,20 @@ _T = TypeVar("_T")
 
 def layer_kinds(model: LoadedModel) -> tuple[LayerKind, ...]:
     """Return the kinds of layers of a model."""
-    return tuple(dict.fromkeys((spec.window, spec.num_kv_heads) for spec in model.layers))
+    return tuple(dict.fromkeys((spec.span, spec.num_kv_heads) for spec in model.layers))
 
 
 def for_each_kind(
-    kinds: Iterable[LayerKind], rows: Rows, make: Callable[[int | None, int], _T]
+    kinds: Iterable[LayerKind], rows: Rows, make: Callable[[Span, int], _T]
 ) -> dict[LayerKind, _T]:
-    """Return `make(window, KV heads)` for all kinds; a window longer than all rows is None."""
-    longest = int(rows.contexts.max(initial=0))
+    """Return `make(span, KV heads)` for all kinds; a span longer than all rows sees all."""
+    longest = int(rows.contexts.max(initial=1))
     made: dict[LayerKind, _T] = {}
-    for window, heads in kinds:
-        effective = window if window is not None and window < longest else None
+    for span, heads in kinds:
+        effective = span if span.first(longest - 1) else Span()
         if (effective, heads) not in made:
             made[effective, heads] = make(effective, heads)
-        made[window, heads] = made[effective, heads]
+        made[span, heads] = made[effective, heads]
     return made
 
 
@@ -87,7 +87,7 @@ class PrefillRow(msgspec.Struct, frozen=True):
 
 
 def prefill_rows(
-    rows: Rows, tables: Tensor, window: int | None, heads: int, block_size: int
+    rows: Rows, tables: Tensor, span: Span, heads: int, block_size: int
 ) -> Iterator[PrefillRow]:
     """Lay out the rows after those of one token, for layers of one kind."""
     device = tables.device
@@ -97,8 +97,7 @@ def prefill_rows(
         index = mask = None
         low = 0
         if start:
-            if window is not None:
-                low = max(start - window + 1, 0) // block_size * block_size
+            low = span.first(start) // block_size * block_size
             positions = torch.arange(low, start + count, device=device)
             blocks = tables[row].index_select(0, positions // block_size)
             cache_rows = (blocks * block_size + positions % block_size) * heads
@@ -106,8 +105,8 @@ def prefill_rows(
         reach = None if rows.reach is None else rows.reach[token : token + count]
         if reach is not None and (reach == np.arange(start, start + count)).all():
             reach = None
-        if start or (window is not None and count > window) or reach is not None:
-            mask = visible(start, count, low, window, device, reach)
+        if start or span.first(count - 1) or reach is not None:
+            mask = visible(start, count, low, span, device, reach)
         yield PrefillRow(token, token + count, index, mask)
         token += count
 
@@ -137,7 +136,7 @@ def _attend_explicitly(
     """Attend like `_attend`, with explicit scores, a few queries at a time to bound the memory."""
     tokens, num_heads, dim = queries.shape
     heads, context, _ = keys.shape
-    mask = visible(0, tokens, 0, None, queries.device) if row.mask is None else row.mask
+    mask = visible(0, tokens, 0, Span(), queries.device) if row.mask is None else row.mask
     step = max(_MAX_SCORES // (num_heads * context), 1)
     sinks = None if options.sinks is None else options.sinks.view(heads, -1, 1)
     parts = []
@@ -179,7 +178,7 @@ def visible(
     start: int,
     count: int,
     low: int,
-    window: int | None,
+    span: Span,
     device: torch.device,
     reach: IntArray | None = None,
 ) -> Tensor:
@@ -189,8 +188,8 @@ def visible(
     queries = torch.arange(start, start + count, device=device)[:, None]
     positions = torch.arange(low, start + count, device=device)
     seen = positions <= (queries if reach is None else torch.from_numpy(reach).to(device)[:, None])
-    if window is not None:
-        seen &= positions > queries - window
+    if span != Span():
+        seen &= positions >= span.first(queries)
     return seen
 
 
@@ -222,7 +221,7 @@ class DecodeChunk(msgspec.Struct, frozen=True):
 
         Their keys and values must be in the cache.
         """
-        scale, _, softcap, sinks = options
+        scale, softcap, sinks = options.scale, options.softcap, options.sinks
         rows, matrices = self.stop - self.start, self.bias.shape[0]
         queries = qkv.queries[self.start : self.stop]
         grouped = queries.reshape(matrices, -1, queries.shape[-1])
@@ -268,11 +267,11 @@ class GatherBackend:
         self._block_size = block_size
 
     def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> GatherBatch:
-        def layout(window: int | None, heads: int) -> tuple[DecodeChunk | PrefillRow, ...]:
-            decodes = self._decode_chunks(rows, tables, contexts, window, heads)
+        def layout(span: Span, heads: int) -> tuple[DecodeChunk | PrefillRow, ...]:
+            decodes = self._decode_chunks(rows, tables, contexts, span, heads)
             # Not tuple(): while it grows, debuggers and memory profilers that walk all objects from
             # another thread make it fail.
-            return (*decodes, *prefill_rows(rows, tables, window, heads, self._block_size))
+            return (*decodes, *prefill_rows(rows, tables, span, heads, self._block_size))
 
         return GatherBatch(slots, for_each_kind(self._kinds, rows, layout))
 
@@ -280,30 +279,31 @@ class GatherBackend:
         self, batch: GatherBatch, cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions
     ) -> Tensor:
         cache.store(layer, qkv.keys, qkv.values, batch.slots)
-        layout = batch.parts[options.window, qkv.keys.shape[1]]
+        layout = batch.parts[options.span, qkv.keys.shape[1]]
         parts = [part.attend(cache, layer, qkv, options) for part in layout]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_chunks(
-        self, rows: Rows, tables: Tensor, contexts: Tensor, window: int | None, heads: int
+        self, rows: Rows, tables: Tensor, contexts: Tensor, span: Span, heads: int
     ) -> Iterator[DecodeChunk]:
         """Lay out the rows of one token for layers of one kind."""
         if not rows.num_decodes:
             return
         block_size = self._block_size
         lengths = rows.contexts[: rows.num_decodes]
-        if window is not None:
-            lengths = lengths - np.maximum(lengths - window, 0) // block_size * block_size
+        lengths = lengths - span.first(lengths - 1) // block_size * block_size
         head_range = torch.arange(heads, device=tables.device)[:, None]
-        for start, stop in cut_chunks(lengths):
+        # Rows fall in context, not in what they see of it.
+        most = np.maximum.accumulate(lengths[::-1])[::-1]
+        for start, stop in cut_chunks(most):
             length = int(lengths[start:stop].max())
             table, ends = tables[start:stop], contexts[start:stop, None]
             positions = torch.arange(length, device=tables.device)
-            if window is None:
+            if span == Span():
                 hidden = positions >= ends
                 blocks = table.index_select(1, positions // block_size)
             else:
-                low = (ends - window).clamp_(min=0)
+                low = span.first(ends - 1)
                 absolute = low // block_size * block_size + positions
                 hidden = (absolute >= ends) | (absolute < low)
                 columns = (absolute // block_size).clamp_(max=table.shape[1] - 1)

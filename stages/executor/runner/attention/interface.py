@@ -21,17 +21,33 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .....config import ModelError
-from ..attention_options import AttentionOptions
+from ..attention_options import AttentionOptions, Span
 from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
 from .backend import QKV, AttentionBackend
+from .carried import KeywordsLost
 from .latent import PREFIX, latent_of
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
 """Transformers' names of the fields of AttentionOptions."""
 
+_IGNORED = frozenset(
+    (
+        *("cache_position", "deterministic", "dropout", "logits_to_keep", "position_ids"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"),
+    )
+)
+"""Other names that change no number, or have been applied before attention is called."""
+
 PROBING = f"{PREFIX}probe"
 """The `attn_implementation` of the probe, whose forward call takes a `layer_probe`."""
+
+
+class MaskUsedError(AttributeError):
+    """A layer computes with its mask, so that its tokens may see others than the mask says."""
+
+    def __init__(self) -> None:
+        super().__init__("its layers compute with their masks, so a mask doesn't say what they see")
 
 
 class MaskProbe(msgspec.Struct, frozen=True):
@@ -39,37 +55,57 @@ class MaskProbe(msgspec.Struct, frozen=True):
 
     `mask_function(batch, head, query position, key position)` is Transformers' own, elementwise on
     index tensors, true where the query may attend to the key.
+    `local_size` is the length of its window or chunk, if it has one.
     """
 
     mask_function: Any
+    local_size: int | None = None
 
-    def agrees(self, window: int | None, max_position: int) -> bool:
-        """Return whether the rule is causal within `window`, at edges and random positions."""
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MaskUsedError
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise MaskUsedError
+
+    def agrees(self, span: Span, max_position: int) -> bool:
+        """Return whether the rule is causal within `span`, at edges and random positions."""
         last = max(max_position - 1, 1)
         generator = torch.Generator().manual_seed(0)
         query = torch.randint(0, last + 1, (512,), generator=generator)
         anywhere = torch.randint(0, last + 1, (512,), generator=generator)
-        span = window or last + 1
-        offsets = (0, 1, -1, span - 1, span, span + 1, last)
+        size = span.window or span.chunk or last + 1
+        offsets = (0, 1, -1, size - 1, size, size + 1, last)
         keys = torch.cat([anywhere, *((query - offset).clamp(0, last) for offset in offsets)])
         queries = query.repeat(1 + len(offsets))
         zero = torch.zeros((), dtype=torch.long)
         allowed = self.mask_function(zero, zero, queries, keys)
-        return bool(torch.equal(allowed, (keys <= queries) & (keys > queries - span)))
+        return bool(torch.equal(allowed, (keys <= queries) & (keys >= span.first(queries))))
 
 
-def probe_mask(*, mask_function: Any, **_: Any) -> MaskProbe:
+def probe_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> MaskProbe:
     """Return the rule of the mask that the model wants, for the probe to check."""
-    return MaskProbe(mask_function)
+    return MaskProbe(mask_function, local_size)
 
 
-def probe_layer(*args: Any, layer_probe: LayerProbe, **kwargs: Any) -> tuple[Tensor, None]:
+def probe_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    layer_probe: LayerProbe | None = None,
+    **call: Any,
+) -> tuple[Tensor, None]:
     """Take the arguments of `paged_attention`, and compute nothing.
 
     Raises:
         ModelError: As `LayerProbe.record`.
+        KeywordsLost: The layer drops keyword arguments.
     """
-    return layer_probe.record(*args, **kwargs), None
+    if layer_probe is None:
+        raise KeywordsLost(type(module))
+    return layer_probe.record(module, query, key, value, attention_mask, **call), None
 
 
 class LayerProbe:
@@ -78,6 +114,7 @@ class LayerProbe:
     def __init__(self, architecture: str, max_position: int) -> None:
         self.layers: dict[int, LayerSpec] = {}
         self.options: dict[int, AttentionOptions] = {}
+        self._kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._architecture = architecture
         self._max_position = max_position
 
@@ -90,39 +127,55 @@ class LayerProbe:
             ModelError: The layer needs something that our attention does not do.
         """
         options = _options_of(query, call)
+        if options.window is None and isinstance(mask, MaskProbe):
+            # Layers pass their window to the attention function, but not the size of their chunks.
+            in_chunks = options._replace(chunk=mask.local_size)
+            if mask.agrees(in_chunks.span, self._max_position):
+                options = in_chunks
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
             self._refuse("its attention layers don't have a KV cache of their own each")
         if query.shape[1] % key.shape[1]:
             self._refuse("its query heads don't divide evenly among its KV heads")
-        if call.get("position_bias") is not None or call.get("is_causal") is False:
-            self._refuse(f"layer {index} uses a position bias or looks ahead")
-        if not isinstance(mask, MaskProbe) or not mask.agrees(options.window, self._max_position):
-            self._refuse(f"the mask of layer {index} is neither causal nor a sliding window")
+        if call.get("is_causal") is False:
+            self._refuse(f"layer {index} looks ahead")
+        known = _IGNORED.union(_CALL, ("is_causal",))
+        if unknown := [name for name in call.keys() - known if call[name] is not None]:
+            self._refuse(
+                f"layer {index} computes attention by `{min(unknown)}`, which is not known here"
+            )
+        if not isinstance(mask, MaskProbe) or not mask.agrees(options.span, self._max_position):
+            self._refuse(
+                f"the mask of layer {index} is neither causal, nor a sliding window, nor in chunks"
+            )
         self.options[index] = options
-        self.layers[index] = LayerSpec(
-            key.shape[1],
-            key.shape[-1],
-            value.shape[-1],
-            options.window,
-            is_latent=latent_of(module) is not None,
-        )
+        # A layer without keys and values of its own gets the tensors of the one that made them.
+        owners = (each for each, (k, v) in self._kv.items() if k is key and v is value)
+        source = next(owners, None)
+        self._kv[index] = (key, value)
+        shape = key.shape[1], key.shape[-1], value.shape[-1]
+        is_latent = latent_of(module) is not None
+        self.layers[index] = LayerSpec(*shape, *options.span, source, is_latent)
         return _empty_output(module, query, value)
 
-    def finish(self, layers: range) -> tuple[LayerSpec, ...]:
-        """Return these layers in order.
+    def finish(self, layers: range, *, others: bool) -> tuple[int, ...]:
+        """Return the numbers of the attention layers, in order.
+
+        Args:
+            layers: The numbers that layers have.
+            others: Whether layers may mix tokens in another way, or not at all.
 
         Raises:
             ModelError: Some layer did not call our attention.
         """
         missing = sorted(set(layers) ^ self.layers.keys())
-        if missing:
+        if missing and not (others and self.layers.keys() <= set(layers)):
             names = ", ".join(map(str, missing[:8]))
             self._refuse(
-                f"layers {names} don't go through Transformers' attention interface "
-                "(state-space, linear-attention or hybrid layers are not supported)"
+                f"layers {names} don't go through Transformers' attention interface, nor mix "
+                "tokens by an operator that is known here"
             )
-        return tuple(self.layers[index] for index in layers)
+        return tuple(sorted(self.layers))
 
     def _refuse(self, why: str) -> NoReturn:
         raise ModelError(f"{self._architecture} can't be served: {why}; choose another model")
@@ -211,7 +264,8 @@ def paged_attention(
             f"{type(module).__name__} did not get attention_backend and kv_cache: the model does "
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
-    options = _options_of(query, call)
+    layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
+    options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
     states = query, key, value
     return attend(module, states, options, attention_backend, attention_batch, kv_cache), None
 
@@ -228,7 +282,7 @@ def attend(
 
     Of a latent layer, queries are brought to the latent, and the output from it.
     """
-    layer: int = module.layer_idx - cache.first_layer  # type: ignore[operator, assignment]
+    layer = cache.index_of[module.layer_idx]  # type: ignore[index]
     queries, keys, values = (each[0].transpose(0, 1) for each in states)
     latent = latent_of(module)
     if latent is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from ..attention_options import AttentionOptions
+from ..attention_options import AttentionOptions, Span
 from ..batch import DecodeRows, Rows
 from ..kernels.cpu import PagedAttention, head_products
 from ..kv_cache import DecodeKernel, KVCache
@@ -153,8 +153,8 @@ class PagedBackend:
         if rows.num_decodes == rows.starts.size:
             return PagedBatch(slots, decodes)
 
-        def layout(window: int | None, heads: int) -> tuple[PrefillRow | WholePrompts, ...]:
-            found = (*prefill_rows(rows, tables, window, heads, self._block_size),)
+        def layout(span: Span, heads: int) -> tuple[PrefillRow | WholePrompts, ...]:
+            found = (*prefill_rows(rows, tables, span, heads, self._block_size),)
             if not self._joins_prompts:
                 return found
             return (*join_prompts(found, contexts[rows.num_decodes :]),)
@@ -166,12 +166,13 @@ class PagedBackend:
     ) -> Tensor:
         queries, keys, values = qkv
         paged = cache.paged_layer(layer, self._kernel, queries.shape[1], options)
-        paged.store(_dense_rows(keys), _dense_rows(values), batch.slots)
+        if cache.specs[layer].source is None:
+            paged.store(_dense_rows(keys), _dense_rows(values), batch.slots)
         parts = []
         if batch.decodes.count:
             parts.append(paged.decode(_dense_rows(queries), batch.decodes))
         if batch.prefills:
-            layout = batch.prefills[options.window, keys.shape[1]]
+            layout = batch.prefills[options.span, keys.shape[1]]
             parts += [row.attend(cache, layer, qkv, options) for row in layout]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .....config import ModelError
-from ..attention_options import AttentionOptions
+from ..attention_options import AttentionOptions, Span
 from ..batch import IntArray, Rows
 from ..fixed_tiles import elementwise
 from ..kv_cache import KVCache
@@ -69,17 +69,17 @@ class TiledBatch(msgspec.Struct, frozen=True):
         slots: `[tokens]`, the slot mapping.
         rows: The step.
         block_size: Tokens per block of the cache.
-        chunks: By window, KV heads and query heads per KV head; the layers of a kind share them.
+        chunks: By span, KV heads and query heads per KV head; the layers of a kind share them.
     """
 
     slots: Tensor
     rows: Rows
     block_size: int
-    chunks: dict[tuple[int | None, int, int], tuple[TileChunk, ...]] = {}
+    chunks: dict[tuple[Span, int, int], tuple[TileChunk, ...]] = {}
 
-    def chunks_of(self, window: int | None, heads: int, group: int) -> tuple[TileChunk, ...]:
+    def chunks_of(self, span: Span, heads: int, group: int) -> tuple[TileChunk, ...]:
         """The tiles for layers of this kind."""
-        key = (window, heads, group)
+        key = (span, heads, group)
         if key not in self.chunks:
             self.chunks[key] = tuple(_Cutter(self.rows, self.block_size, *key).chunks())
         return self.chunks[key]
@@ -97,7 +97,7 @@ class _Cutter:
 
     rows: Rows
     block_size: int
-    window: int | None
+    span: Span
     heads: int
     group: int
 
@@ -177,8 +177,8 @@ class _Cutter:
         """Return the mask of keys `[1 or tiles, BLOCK]` for queries `[tiles, tile_tokens]`, which
         see up to `reach`."""
         hidden = keys[:, None] > reach[:, :, None]
-        if self.window is not None:
-            hidden |= keys[:, None] <= positions[:, :, None] - self.window
+        if self.span != Span():
+            hidden |= keys[:, None] < self.span.first(positions)[:, :, None]
         if not hidden.any():
             return None
         # One row for each query head; padding rows use the first token's mask.
@@ -189,9 +189,7 @@ class _Cutter:
 
     def _first_block(self, positions: IntArray) -> IntArray:
         """Return the block of the first visible position."""
-        if self.window is None:
-            return np.zeros_like(positions)
-        return np.maximum(positions - self.window + 1, 0) // BLOCK
+        return self.span.first(positions) // BLOCK
 
 
 def multiply_heads(rows: Tensor, matrices: Tensor, out: Tensor) -> None:
@@ -231,7 +229,7 @@ class TiledBackend:
         sink_rows = None if options.sinks is None else _sink_rows(options.sinks, heads, group)
         # Shapes are fixed here, so the function mode is not needed.
         with torch._C.DisableTorchFunction():
-            for chunk in batch.chunks_of(options.window, heads, group):
+            for chunk in batch.chunks_of(options.span, heads, group):
                 tiles = _pack(scaled[chunk.tokens], heads, group)
                 context = cache.gather(layer, chunk.index)
                 result = _chunk_attention(chunk, tiles, *context, options.softcap, sink_rows)

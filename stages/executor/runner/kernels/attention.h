@@ -8,6 +8,7 @@ typedef struct {
     long key_width, value_width;       // multiples of 16
     long value_stride;                 // from one value to the next; with values in keys, key_width
     long window;                       // positions that a query sees, its own included; 0: all
+    long own_chunk;                    // positions of a chunk, of which a query sees its own; 0: all
     float scale, softcap;              // softcap 0: none
     const number *sinks;               // [kv_heads * group], or NULL
 } Attention;
@@ -42,6 +43,7 @@ INLINE const number *row_at(const number *rows, long width, const Attention *a,
 
 // The first position that a query token sees.
 INLINE long first_seen(const Attention *a, long context) {
+    if (a->own_chunk) return (context - 1) / a->own_chunk * a->own_chunk;
     return a->window && context > a->window ? context - a->window : 0;
 }
 

@@ -43,12 +43,11 @@ AVX-512 is.
 https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html"""
 
 # The first usable one is taken; the last one's reason is reported.
-_LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
+LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
     torch.bfloat16: (TILES, BFLOAT16, BFLOAT16_AVX2),
     torch.float32: (FLOAT32, FLOAT32_AVX2),
 }
 _SAMPLING_LIBRARIES = (SAMPLING, SAMPLING_AVX2)
-_AVX2 = (BFLOAT16_AVX2, FLOAT32_AVX2, SAMPLING_AVX2)
 
 
 class LinearKind(IntEnum):
@@ -58,13 +57,14 @@ class LinearKind(IntEnum):
     WIDE = 1
     GATED_SILU = 2
     GATED_TANH_GELU = 3
+    GATED_SIGMOID = 4
 
 
 class _Linear(ctypes.Structure):
     _fields_ = (
-        ("weight", c_void_p * 3),
-        ("bias", c_void_p * 3),
-        ("outputs", c_long * 3),
+        ("weight", c_void_p * 4),
+        ("bias", c_void_p * 4),
+        ("outputs", c_long * 4),
         ("parts", c_long),
         ("inputs", c_long),
         ("kind", c_long),
@@ -86,6 +86,7 @@ class _Attention(ctypes.Structure):
         ("value_width", c_long),
         ("value_stride", c_long),
         ("window", c_long),
+        ("own_chunk", c_long),
         ("scale", c_float),
         ("softcap", c_float),
         ("sinks", c_void_p),
@@ -119,7 +120,7 @@ _SIGNATURES = {
     "linear": "pplpp",
     "gate": "ppll",
     "rms_norm": "pppllfl",
-    "rotate": "plpplll",
+    "rotate": "plppllll",
     "store": "pplplpl",
     "decode_attention": "pplplplp",
     "head_products": "ppl",
@@ -159,16 +160,23 @@ def code(dtype: torch.dtype) -> str:
 
 @cache
 def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
-    candidates = _LIBRARIES.get(dtype)
-    if candidates is None:
-        raise KernelsUnavailable(f"there are none for {dtype} on cpu")
-    return _first_usable(candidates, _SIGNATURES)
+    return first_usable(LIBRARIES.get(dtype, ()), _SIGNATURES, f"{dtype} on cpu")
 
 
-def _first_usable(
-    candidates: Sequence[Library], signatures: Mapping[str, str]
+def first_usable(
+    candidates: Sequence[Library], signatures: Mapping[str, str], purpose: str = ""
 ) -> tuple[Library, ctypes.CDLL]:
-    reason = ""
+    """Return the first library that this machine can use, with its functions declared.
+
+    Args:
+        candidates: The libraries, the best one first.
+        signatures: The letters of `_TYPES` for the arguments of each function.
+        purpose: The use, for the error without candidates.
+
+    Raises:
+        KernelsUnavailable: There is none, or none on this machine.
+    """
+    reason = f"there are none for {purpose}"
     for candidate in candidates:
         try:
             return candidate, _prepared(candidate, signatures)
@@ -184,14 +192,20 @@ def _allowed(candidate: Library) -> bool:
     # oneDNN ignores unknown values.
     if "AMX" in most or not most.startswith(("SSE", "AVX")):
         return True
-    return candidate is not TILES if most.startswith(("AVX512", "AVX10")) else candidate in _AVX2
+    if most.startswith(("AVX512", "AVX10")):
+        return not _has_tiles(candidate)
+    return candidate.instructions == "AVX2"
+
+
+def _has_tiles(candidate: Library) -> bool:
+    return candidate.processor == TILES.processor
 
 
 def _prepared(candidate: Library, signatures: Mapping[str, str]) -> ctypes.CDLL:
     if not _allowed(candidate):
         raise KernelsUnavailable(f"{MOST_INSTRUCTIONS_VARIABLE} allows no {candidate.instructions}")
     loaded = _declared(load_library(candidate), signatures)
-    if candidate is TILES and not loaded.allow_tiles():
+    if _has_tiles(candidate) and not loaded.allow_tiles():
         raise KernelsUnavailable(f"the system does not allow {candidate.instructions}")
     return loaded
 
@@ -199,7 +213,7 @@ def _prepared(candidate: Library, signatures: Mapping[str, str]) -> ctypes.CDLL:
 @cache
 def sampling_library() -> ctypes.CDLL:
     """Return the library for logits, likewise."""
-    return _first_usable(_SAMPLING_LIBRARIES, _SAMPLING_SIGNATURES)[1]
+    return first_usable(_SAMPLING_LIBRARIES, _SAMPLING_SIGNATURES)[1]
 
 
 def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> ctypes.CDLL:
@@ -225,12 +239,12 @@ class Linear:
     """
 
     def __init__(self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN) -> None:
-        """Take one to three layers; their weights are used in place."""
+        """Take one to four layers; their weights are used in place."""
         self.parameters = [layer.parameters for layer in layers]
         self.dtype = layers[0].dtype
         self._run = library(self.dtype).linear
         outputs = [layer.outputs for layer in layers]
-        gated = kind in (LinearKind.GATED_SILU, LinearKind.GATED_TANH_GELU)
+        gated = kind >= LinearKind.GATED_SILU
         self.inputs = layers[0].inputs
         self.outputs = outputs[0] if gated else sum(outputs)
         self._output_dtype = torch.float32 if kind == LinearKind.WIDE else self.dtype
@@ -350,7 +364,7 @@ class RMSNorm:
         return output
 
 
-def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
+def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor, apart: int = 0) -> None:
     """Rotary positions, in place: x * cos + rotate_half(x) * sin in each of the first heads.
 
     Args:
@@ -358,6 +372,7 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
         heads: Number of heads to rotate.
         cos: `[rows, width]`, contiguous; width is a multiple of 32.
         sin: Likewise.
+        apart: Width of a head whose first numbers rotate; 0: all do.
 
     Raises:
         ValueError: The factors are of another dtype than the rows.
@@ -365,9 +380,8 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
     if not rows.dtype is cos.dtype is sin.dtype:
         raise ValueError(f"factors of {cos.dtype} and {sin.dtype} for rows of {rows.dtype}")
     count, width = cos.shape
-    library(rows.dtype).rotate(
-        rows.data_ptr(), rows.stride(0), cos.data_ptr(), sin.data_ptr(), count, heads, width
-    )
+    tensors = rows.data_ptr(), rows.stride(0), cos.data_ptr(), sin.data_ptr()
+    library(rows.dtype).rotate(*tensors, count, heads, apart or width, width)
 
 
 def _call(function: Any, *arguments: Tensor | int | None) -> None:
@@ -473,6 +487,7 @@ class PagedAttention:
             value_width=values.shape[3],
             value_stride=values.stride(2),
             window=options.window or 0,
+            own_chunk=options.chunk or 0,
             scale=options.scale,
             softcap=options.softcap or 0.0,
         )

@@ -52,11 +52,13 @@ def _store_rows(whole, at, real, rows, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _bounds(context, split, splits, WINDOW: tl.constexpr):
+def _bounds(context, split, splits, WINDOW: tl.constexpr, OWN_CHUNK: tl.constexpr):
     """The first position of a split, and the one after its last."""
     low = context * 0
     if WINDOW:
         low = tl.maximum(context - WINDOW, 0)
+    if OWN_CHUNK:
+        low = (context - 1) // OWN_CHUNK * OWN_CHUNK
     length = tl.cdiv(context - low, splits)
     start = low + split * length
     return start, tl.minimum(start + length, context)
@@ -102,6 +104,7 @@ def _attend_split(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
+    OWN_CHUNK: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     PADDED_KEY: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
@@ -112,7 +115,7 @@ def _attend_split(
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    start, stop = _bounds(tl.load(contexts + row), split, splits, WINDOW)
+    start, stop = _bounds(tl.load(contexts + row), split, splits, WINDOW, OWN_CHUNK)
 
     member = tl.arange(0, PADDED_GROUP)
     real = member < GROUP
@@ -237,6 +240,7 @@ class TritonPagedAttention:
             "KEY_WIDTH": key_width,
             "VALUE_WIDTH": value_width,
             "WINDOW": options.window or 0,
+            "OWN_CHUNK": options.chunk or 0,
             # Matrix products want sides of at least 16, and all sides powers of two.
             "PADDED_GROUP": max(triton.next_power_of_2(group), 16),
             "PADDED_KEY": padded_key,

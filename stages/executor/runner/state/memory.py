@@ -22,8 +22,9 @@ class StateMemory:
         num_blocks: Blocks of each tensor that is kept per token.
         block_size: Tokens of a block.
         num_slots: Sequences of each tensor that is kept per sequence.
+        num_snapshots: Copies of such states; their slots follow those of sequences.
         layers: The tensors of each kind in order: `[num_blocks + 1, block_size, *shape]` or
-            `[num_slots, *shape]`. The last block is for rows that only pad a batch.
+            `[num_slots + num_snapshots, *shape]`. The last block is for rows that only pad a batch.
         in_blocks: States kept per token, layer by layer.
         in_slots: States kept per sequence, layer by layer.
     """
@@ -37,14 +38,18 @@ class StateMemory:
         num_blocks: int,
         block_size: int,
         num_slots: int,
+        num_snapshots: int = 0,
         huge_pages: bool = False,
     ) -> None:
         """Allocate the tensors. `huge_pages`: in large pages, if available."""
-        self.num_blocks, self.block_size, self.num_slots = num_blocks, block_size, num_slots
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_slots, self.num_snapshots = num_slots, num_snapshots
 
         # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
         def allocate(tensor: StateTensor) -> Tensor:
-            first = (num_blocks + 1, block_size) if tensor.per_token else (num_slots,)
+            first = (
+                (num_blocks + 1, block_size) if tensor.per_token else (num_slots + num_snapshots,)
+            )
             return zeros((*first, *tensor.shape), tensor.dtype, device, huge=huge_pages)
 
         self.layers: list[list[Tensor]] = []
@@ -87,7 +92,7 @@ class StateMemory:
         Raises:
             ValueError: A slot is out of range.
         """
-        self._copy("slots", self.in_slots, self.num_slots, pairs)
+        self._copy("slots", self.in_slots, self.num_slots + self.num_snapshots, pairs)
 
     def snapshot(self, slot: int) -> list[Tensor]:
         """Return a copy of a sequence's slot, such as the state after a cached prefix."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from errno import ELOOP, ENOSPC, ENOTDIR, ENXIO, EPERM
 from pathlib import Path
@@ -31,6 +32,8 @@ def places_within(limit_bytes: int, block_bytes: int) -> int:
 class BlockFolder:
     """Blocks in one file, and an index of them in another, for one process and one user.
 
+    Snapshots have two files of their own, `states` and `states-index`, beside them.
+
     The file `blocks` is an array of places. The file `index` has a header (magic, layout) and, for
     each place, an entry: the block's name, a checksum of its bytes, and one of the entry. A block
     is written before its entry, so that a process which is killed in between leaves no entry.
@@ -43,7 +46,16 @@ class BlockFolder:
     `read` is for any thread, everything else for one at a time.
     """
 
-    def __init__(self, path: Path, layout: str, block_bytes: int, num_places: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        layout: str,
+        block_bytes: int,
+        num_places: int,
+        *,
+        files: Sequence[str] = ("blocks", "index"),
+        beside: BlockFolder | None = None,
+    ) -> None:
         """Open the first folder of this layout that no other process uses.
 
         Args:
@@ -51,6 +63,8 @@ class BlockFolder:
             layout: Digest of the layout of a block's bytes.
             block_bytes: Size of a block.
             num_places: The most blocks to hold. Others that are there are dropped.
+            files: Names of both files.
+            beside: Open the folder of these files, too; None for another.
 
         Raises:
             ModelError: It can't be used.
@@ -63,11 +77,14 @@ class BlockFolder:
         self._num_used = 0
         self._descriptors: list[int] = []
         try:
-            place, folder = _take_folder(path / layout)
+            if beside is None:
+                self._place, folder = _take_folder(path / layout)
+            else:  # a copy of the descriptor keeps the lock, too
+                self._place, folder = beside._place, os.dup(beside._descriptors[0])
             self._descriptors.append(folder)
-            for file in ("blocks", "index"):
+            for file in files:
                 flags = os.O_RDWR | os.O_CREAT
-                self._descriptors.append(_open_private(place / file, flags, folder))
+                self._descriptors.append(_open_private(self._place / file, flags, folder))
             _, self._blocks, self._index = self._descriptors
             self._load()
         except OSError as error:

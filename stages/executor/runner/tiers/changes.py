@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from .....bus.control import TiersChanged
+
+
+class Changes(Protocol):
+    """Receives changes of one kind of unit; see `TierChanges`."""
+
+    @property
+    def generation(self) -> int: ...
+    def add(self, change: TiersChanged, generation: int | None = None) -> None: ...
 
 
 class TierChanges:
@@ -53,15 +62,36 @@ class TierChanges:
             changes = [change for _, change in self._changes]
             self._changes.clear()
             self._changed.clear()
-        if not changes:
-            return None
-        return TiersChanged(
-            stored=tuple(name for each in changes for name in each.stored),
-            fetched=tuple(name for each in changes for name in each.fetched),
-            lost=tuple(name for each in changes for name in each.lost),
-            audited=tuple(block for each in changes for block in each.audited),
-        )
+        return _merged(changes)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there are changes to take."""
         self._changed.wait(timeout_s)
+
+
+class StateChanges:
+    """Adds the changes of snapshots to those of blocks."""
+
+    def __init__(self, changes: TierChanges) -> None:
+        self._changes = changes
+
+    @property
+    def generation(self) -> int:
+        """As of the blocks."""
+        return self._changes.generation
+
+    def add(self, change: TiersChanged, generation: int | None = None) -> None:
+        """Add a change of snapshots; see `TierChanges.add`."""
+        self._changes.add(TiersChanged(states=change), generation)
+
+
+def _merged(changes: Sequence[TiersChanged]) -> TiersChanged | None:
+    if not changes:
+        return None
+    return TiersChanged(
+        stored=tuple(name for each in changes for name in each.stored),
+        fetched=tuple(name for each in changes for name in each.fetched),
+        lost=tuple(name for each in changes for name in each.lost),
+        audited=tuple(block for each in changes for block in each.audited),
+        states=_merged([each.states for each in changes if each.states is not None]),
+    )

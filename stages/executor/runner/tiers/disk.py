@@ -13,7 +13,8 @@ import numpy.typing as npt
 from .....bus.control import TiersChanged
 from .....config import EngineConfig, ModelError
 from .block_folder import BlockFolder, places_within
-from .changes import TierChanges
+from .changes import Changes
+from .units import UnitKind
 
 MOST_BYTES_IN_FLIGHT = 64 << 20
 """Copies of blocks that wait to be written. A block beyond that is not written: it is lost."""
@@ -31,31 +32,42 @@ class DiskTier:
     """
 
     def __init__(
-        self, config: EngineConfig, layout: str, block_bytes: int, changes: TierChanges
+        self,
+        config: EngineConfig,
+        layout: str,
+        kind: UnitKind,
+        changes: Changes,
+        beside: DiskTier | None = None,
     ) -> None:
         """Open the folder.
 
         Args:
             config: The settings, with `kv_disk_path`.
             layout: Digest of the layout of a block's bytes.
-            block_bytes: Size of a block.
+            kind: Kind of the units.
             changes: Receives reports of writes, as stored or lost.
+            beside: Opens the folder of this tier; None for another.
 
         Raises:
             ModelError: It can't be used.
         """
-        self.num_blocks = places_within(config.kv_disk_bytes, block_bytes)
+        size = kind.num_bytes
+        self.num_blocks = places_within(kind.part_of(config.kv_disk_bytes), size)
         if not self.num_blocks:
-            raise ModelError(
-                f"engine.kv_disk_bytes is {config.kv_disk_bytes}, and one block takes "
-                f"{block_bytes}; raise it"
-            )
-        path = Path(config.kv_disk_path)
-        self._folder = BlockFolder(path, layout, block_bytes, self.num_blocks)
+            raise kind.too_small("kv_disk_bytes", config.kv_disk_bytes)
+        folder = beside._folder if beside is not None else None
+        self._folder = BlockFolder(
+            Path(config.kv_disk_path),
+            layout,
+            size,
+            self.num_blocks,
+            files=kind.files,
+            beside=folder,
+        )
         self._changes = changes
         # Copies wait in buffers that are used again: new memory takes four times as long to fill.
         self._buffers: list[Block] = []
-        self._num_unmade = -(-MOST_BYTES_IN_FLIGHT // block_bytes)
+        self._num_unmade = -(-MOST_BYTES_IN_FLIGHT // size)
         self._writer = ThreadPoolExecutor(1, "kv-write")
 
     def write(self, blocks: Sequence[tuple[bytes, Block]]) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .....bus.control import TiersChanged
 from .....bus.steps import KVMove
-from .changes import TierChanges
+from .changes import Changes
 from .host_slots import HostSlots
 
 BLOCKS_AT_ONCE = 32
@@ -31,7 +31,7 @@ class Fetches:
     """
 
     def __init__(
-        self, slots: HostSlots, changes: TierChanges, source: Source, num_threads: int, name: str
+        self, slots: HostSlots, changes: Changes, source: Source, num_threads: int, name: str
     ) -> None:
         """Set up the threads.
 

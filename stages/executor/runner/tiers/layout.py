@@ -18,14 +18,17 @@ FORMAT = 2
 
 
 class BlockLayout(msgspec.Struct, frozen=True):
-    """The memory layout of a block over all layers: per layer its keys, then its values.
+    """The memory layout of a block over all layers, per layer its keys, then its values; and of a
+    snapshot of the recurrent state, layer by layer.
 
-    Blocks whose layouts differ in one field are never exchanged.
+    Blocks and snapshots whose layouts differ in one field are never exchanged.
 
     Attributes:
         block_size: Tokens.
-        layers: (KV heads, key width, value width) of each layer; 0 for values within keys.
+        layers: (KV heads, key width, value width) of each layer that has its own; the last is 0
+            for values within keys.
         dtype: Dtype of the numbers.
+        states: (shape, dtype) of each tensor of a snapshot, in their order.
         order: Dimensions of a layer's keys, and of its values.
         endian: Byte order of the numbers.
         version: `FORMAT`.
@@ -34,6 +37,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
     block_size: int
     layers: tuple[tuple[int, int, int], ...]
     dtype: str
+    states: tuple[tuple[tuple[int, ...], str], ...] = ()
     order: str = "token, head, width"
     endian: str = sys.byteorder
     version: int = FORMAT
@@ -41,17 +45,22 @@ class BlockLayout(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, model: LoadedModel, cache: KVCache) -> BlockLayout:
         """Return the layout of a model's blocks."""
+        owners = (spec for spec in model.layers if spec.source is None)
         layers = tuple(
             (spec.num_kv_heads, spec.key_dim, 0 if spec.is_latent else spec.value_dim)
-            for spec in model.layers
+            for spec in owners
         )
-        dtype = str(model.dtypes.kv_cache).removeprefix("torch.")
-        return cls(cache.block_size, layers, dtype)
+        states = tuple((tuple(each.shape[1:]), _name(each.dtype)) for each in cache.in_slots)
+        return cls(cache.block_size, layers, _name(model.dtypes.kv_cache), states)
 
     @property
     def digest(self) -> str:
         """32 hexadecimal digits, equal for equal layouts only."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def model_digest(module: nn.Module, computation: str = "") -> str:

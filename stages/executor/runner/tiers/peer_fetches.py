@@ -10,7 +10,7 @@ from operator import attrgetter, not_
 
 from .....bus.control import TiersChanged
 from .....bus.steps import KVMove
-from .changes import TierChanges
+from .changes import Changes
 from .host_slots import HostSlots
 from .transports.peers import Peers, Transfer
 from .transports.slots import WantedBlock
@@ -31,7 +31,7 @@ class PeerFetches:
     All methods but `take_transfers` are for one thread.
     """
 
-    def __init__(self, slots: HostSlots, changes: TierChanges, secret: str) -> None:
+    def __init__(self, slots: HostSlots, changes: Changes, secret: str) -> None:
         """Args: where blocks go, where they are reported, and as for `Peers`."""
         self._slots = slots
         self._changes = changes

@@ -1,4 +1,4 @@
-"""Moves of KV blocks between the cache, host memory and disk."""
+"""Moves of KV blocks and snapshots between the cache, host memory and disk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from .....bus.control import TierCapacity, TiersChanged
 from .....bus.steps import KVMove
 from .....config import EngineConfig, ModelError
-from ..kv_cache import KVCache, block_bytes
+from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from ..system_memory import zeros
-from .changes import TierChanges
+from .changes import Changes, StateChanges, TierChanges
 from .disk import DiskTier
 from .fetches import Fetches
 from .host_slots import HostSlots
@@ -26,23 +26,143 @@ from .peer_fetches import PeerFetches
 from .transports.peers import Transfer
 from .transports.slots import SharedSlots
 from .transports.tcp import BlockServer
+from .units import UnitKind, kinds_of
 
-STAGING_BYTES = 1 << 28
-"""Host memory that reading from disk takes at most, if `kv_host_bytes` doesn't give it more."""
-
-_LEAST_SLOTS = 16
 _READERS = 2
 _TRIALS = 3
 
 
+class UnitTiers:
+    """Host slots, and files on disk, for one kind of unit: blocks, or snapshots.
+
+    All methods are for the thread that runs the steps, except where they say otherwise.
+
+    Attributes:
+        slots: The host slots.
+        shared: The same for other executors; None if they may not read it.
+        num_slots: Number of host slots.
+        num_on_disk: Most units on disk; 0 for no disk.
+        load_ns: As in TierCapacity, as `fetch_ns`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kind: UnitKind,
+        layout: str,
+        changes: Changes,
+        *,
+        shares: bool,
+        beside: UnitTiers | None = None,
+    ) -> None:
+        """Allocate the host's slots, and open the files.
+
+        Args:
+            config: The settings.
+            kind: Kind of the units.
+            layout: Digest of the layout of all kinds' bytes.
+            changes: Receives what threads have done.
+            shares: Whether to exchange units with other executors.
+            beside: Units of another kind of the same executor.
+
+        Raises:
+            ModelError: Memory or folder can't be used.
+        """
+        self.num_slots = kind.num_slots(config, shares=shares)
+        self.shared, memory = _host_memory(config, self.num_slots, kind.num_bytes, shares=shares)
+        self.slots = HostSlots(kind.units, memory, self.shared)
+        self.receipts = PeerFetches(self.slots, changes, config.kv_secret)
+        self.num_on_disk = self.fetch_ns = 0
+        self._changes = changes
+        self._disk: DiskTier | None = None
+        if config.kv_disk_path:
+            neighbour = beside._disk if beside is not None else None
+            self._disk = disk = DiskTier(config, layout, kind, changes, neighbour)
+            self._reads = Fetches(self.slots, changes, disk.read, _READERS, "kv-read")
+        try:
+            self.load_ns = self._measure_load_ns(kind.trial)
+            if self._disk is not None:
+                self.num_on_disk = self._disk.num_blocks
+                self.fetch_ns = self._disk.measure_ns(memory[0])
+        except ModelError:
+            self.close()
+            raise
+
+    def apply(self, run: Sequence[KVMove]) -> None:
+        """Apply moves of one kind, in which no slot is named twice; those of files in the
+        background."""
+        match run[0].kind:
+            case "store":
+                self.slots.store(run)
+                self._write([move for move in run if move.write])
+            case "load":
+                self.slots.load(run)
+            case "fetch":
+                self.receipts.submit([move for move in run if move.source])
+                if from_disk := [move for move in run if not move.source]:
+                    self._reads.submit(from_disk)
+            case "write":
+                self._write(run)
+            case "drop":
+                assert self._disk is not None
+                for move in run:
+                    self._disk.drop(move.name)
+            case "compare":
+                self._changes.add(TiersChanged(audited=tuple(map(self.slots.compare, run))))
+            case "offer":
+                self.slots.offer(run)
+
+    def set_step(self, step: int) -> None:
+        """Note that the units of a step are offered; 0: a new epoch begins."""
+        if self.shared is not None:
+            self.shared.set_step(step)
+
+    def on_disk(self) -> TiersChanged:
+        """Return all units on disk, after those that are being written. Any thread."""
+        names = self._disk.names() if self._disk is not None else ()
+        return TiersChanged(stored=names, whole=True)
+
+    def address(self, server: BlockServer | None) -> str:
+        """Return where other executors read the slots; "" if they may not."""
+        if self.shared is None:
+            return ""
+        tcp = server.address if server is not None else ""
+        return msgspec.structs.replace(self.shared.address, tcp=tcp).encode()
+
+    def close(self) -> None:
+        """End the threads, once the units in flight are written."""
+        self.receipts.close()
+        if self.shared is not None:
+            self.shared.close()
+        if self._disk is not None:
+            self._reads.close()
+            self._disk.close()
+
+    def _write(self, moves: Sequence[KVMove]) -> None:
+        if moves:
+            assert self._disk is not None
+            memory = self.slots.memory
+            self._disk.write([(move.name, memory[move.slot]) for move in moves])
+
+    def _measure_load_ns(self, trial: int) -> int:
+        """Return the time to load a unit, with one that no sequence reads."""
+        move, times = KVMove("load", b"", slot=0, block_id=trial), []
+        for _ in range(_TRIALS):
+            started = time.perf_counter_ns()
+            self.slots.load([move])
+            times.append(time.perf_counter_ns() - started)
+        return min(times)
+
+
 class BlockTiers:
-    """Host slots, and a folder of blocks on disk.
+    """The tiers of an executor's blocks, and of its snapshots if the model has a recurrent state.
 
     All methods are for the thread that runs the steps, except where they say otherwise. What other
     threads have done is returned by `take_changes`.
 
     Attributes:
-        slots: The host slots.
+        blocks: The tiers of blocks.
+        states: The tiers of snapshots; None for a model without recurrent state.
         capacity: The size and speed of the tiers.
     """
 
@@ -76,37 +196,56 @@ class BlockTiers:
                 "the model keeps no KV, so engine.kv_host_bytes and engine.kv_disk_path must be "
                 "left out"
             )
-        size = block_bytes(model, cache.block_size)
         layout = BlockLayout.of(model, cache).digest
-        num_slots = _num_slots(config, model, cache.block_size, size, shares=shares)
-        shared, memory = _host_memory(config, num_slots, size, shares=shares)
-        self.slots = HostSlots(cache, memory, shared)
         self._changes = TierChanges()
-        self._shared = shared
+        self._kinds: list[UnitTiers] = []
         self._server: BlockServer | None = None
-        self._receipts = PeerFetches(self.slots, self._changes, config.kv_secret)
-        self._disk: DiskTier | None = None
-        if config.kv_disk_path:
-            self._disk = disk = DiskTier(config, layout, size, self._changes)
-            self._reads = Fetches(self.slots, self._changes, disk.read, _READERS, "kv-read")
         try:
-            if shared is not None and config.kv_listen:
-                self._server = BlockServer(shared, config.kv_listen, config.kv_secret)
+            blocks, *states = kinds_of(cache, model.max_model_len)
+            self.blocks = UnitTiers(config, blocks, layout, self._changes, shares=shares)
+            self._kinds.append(self.blocks)
+            self.states: UnitTiers | None = None
+            for kind in states:
+                changes = StateChanges(self._changes)
+                self.states = UnitTiers(
+                    config, kind, layout, changes, shares=shares, beside=self.blocks
+                )
+                self._kinds.append(self.states)
+            if shares and config.kv_listen:
+                slots = [each.shared for each in self._kinds if each.shared is not None]
+                self._server = BlockServer(slots[0], config.kv_listen, config.kv_secret)
+                for each in slots[1:]:
+                    self._server.add(each)
             self.capacity = TierCapacity(
-                host_slots=num_slots,
-                disk_blocks=self._disk.num_blocks if self._disk is not None else 0,
+                host_slots=self.blocks.num_slots,
+                disk_blocks=self.blocks.num_on_disk,
                 layout=layout,
                 model=model_digest(model.module, computation),
                 weight_version=weight_version,
                 incarnation=secrets.token_hex(8),
-                load_ns=self._measure_load_ns(cache.padding_block),
-                fetch_ns=self._disk.measure_ns(self.slots.memory[0]) if self._disk else 0,
+                load_ns=self.blocks.load_ns,
+                fetch_ns=self.blocks.fetch_ns,
                 token_ns=token_ns,
-                address=self._address(),
+                address=self.blocks.address(self._server),
             )
+            if (own := self.states) is not None:
+                capacity = msgspec.structs.replace(
+                    self.capacity,
+                    host_slots=own.num_slots,
+                    disk_blocks=own.num_on_disk,
+                    load_ns=own.load_ns,
+                    fetch_ns=own.fetch_ns,
+                    address=own.address(self._server),
+                )
+                self.capacity = msgspec.structs.replace(self.capacity, states=capacity)
         except ModelError:
             self.close()
             raise
+
+    @property
+    def slots(self) -> HostSlots:
+        """The host slots of blocks."""
+        return self.blocks.slots
 
     def follow(self, wake: Callable[[], None]) -> None:
         """Call a function, from any thread, when there are changes to take."""
@@ -115,48 +254,28 @@ class BlockTiers:
     def apply(self, moves: Sequence[KVMove]) -> None:
         """Apply moves in order; those of files in the background."""
         for run in _runs(moves):
-            match run[0].kind:
-                case "store":
-                    self.slots.store(run)
-                    memory = self.slots.memory
-                    if blocks := [(move.name, memory[move.slot]) for move in run if move.write]:
-                        assert self._disk is not None
-                        self._disk.write(blocks)
-                case "load":
-                    self.slots.load(run)
-                case "fetch":
-                    self._receipts.submit([move for move in run if move.source])
-                    if from_disk := [move for move in run if not move.source]:
-                        self._reads.submit(from_disk)
-                case "write":
-                    assert self._disk is not None
-                    memory = self.slots.memory
-                    self._disk.write([(move.name, memory[move.slot]) for move in run])
-                case "drop":
-                    assert self._disk is not None
-                    for move in run:
-                        self._disk.drop(move.name)
-                case "compare":
-                    self._changes.add(TiersChanged(audited=tuple(map(self.slots.compare, run))))
+            self._tiers_of(run[0]).apply(run)
 
     def offer(self, moves: Sequence[KVMove], step: int) -> None:
         """Let other executors read the blocks that a step has computed."""
-        assert self._shared is not None, "no other executor may read the slots"
-        for run in _runs(moves):
-            self.slots.offer(run)
-        self._shared.set_step(step)
+        self.apply(moves)
+        for kind in self._kinds:
+            kind.set_step(step)
 
     def reset(self) -> None:
         """Drop the fetches in flight. Slots and files stay as they are."""
-        if self._shared is not None:
-            self._shared.set_step(0)
+        for kind in self._kinds:
+            kind.set_step(0)
         self._changes.reset()
-        self._receipts.reset()
+        for kind in self._kinds:
+            kind.receipts.reset()
 
     def on_disk(self) -> TiersChanged:
         """Return all blocks on disk, after those that are being written. Any thread."""
-        names = self._disk.names() if self._disk is not None else ()
-        return TiersChanged(stored=names, whole=True)
+        found = self.blocks.on_disk()
+        if self.states is not None:
+            found = msgspec.structs.replace(found, states=self.states.on_disk())
+        return found
 
     def take_changes(self) -> TiersChanged | None:
         """Return what threads have done since the last call; None for nothing. Any thread."""
@@ -164,7 +283,7 @@ class BlockTiers:
 
     def take_transfers(self) -> list[Transfer]:
         """Return the transfers from other executors since the last call. Any thread."""
-        return self._receipts.take_transfers()
+        return [each for kind in self._kinds for each in kind.receipts.take_transfers()]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there are changes to take. Any thread."""
@@ -172,47 +291,16 @@ class BlockTiers:
 
     def close(self) -> None:
         """End the threads, once the blocks in flight are written."""
-        self._receipts.close()
         if self._server is not None:
             self._server.close()
-        if self._shared is not None:
-            self._shared.close()
-        if self._disk is not None:
-            self._reads.close()
-            self._disk.close()
+        for kind in self._kinds:
+            kind.close()
 
-    def _address(self) -> str:
-        """Return where other executors read the slots; "" if they may not."""
-        if self._shared is None:
-            return ""
-        tcp = self._server.address if self._server is not None else ""
-        return msgspec.structs.replace(self._shared.address, tcp=tcp).encode()
-
-    def _measure_load_ns(self, block_id: int) -> int:
-        """Return the time to load a block, with a place that holds none."""
-        move, times = KVMove("load", b"", slot=0, block_id=block_id), []
-        for _ in range(_TRIALS):
-            started = time.perf_counter_ns()
-            self.slots.load([move])
-            times.append(time.perf_counter_ns() - started)
-        return min(times)
-
-
-def _num_slots(
-    config: EngineConfig, model: LoadedModel, block_size: int, size: int, *, shares: bool
-) -> int:
-    """Return the number of host slots, for blocks of `size` bytes. Raises ModelError: none fits."""
-    slots = config.kv_host_bytes // size
-    if config.kv_disk_path or shares:
-        # At most half of the slots are being fetched, and a prompt needs all of its blocks.
-        needed = 2 * -(-model.max_model_len // block_size)
-        return max(slots, min(needed, STAGING_BYTES // size), _LEAST_SLOTS)
-    if not slots:
-        raise ModelError(
-            f"engine.kv_host_bytes is {config.kv_host_bytes}, and one block takes {size}; "
-            "raise it, or set it to 0"
-        )
-    return slots
+    def _tiers_of(self, move: KVMove) -> UnitTiers:
+        if not move.state:
+            return self.blocks
+        assert self.states is not None, "the model has no recurrent state"
+        return self.states
 
 
 def _host_memory(
@@ -235,7 +323,8 @@ def _runs(moves: Iterable[KVMove]) -> Iterator[list[KVMove]]:
     run: list[KVMove] = []
     slots: set[int] = set()
     for move in moves:
-        if run and (move.kind != run[0].kind or move.slot in slots):
+        same = run and (move.kind, move.state) == (run[0].kind, run[0].state)
+        if run and (not same or move.slot in slots):
             yield run
             run, slots = [], set()
         run.append(move)

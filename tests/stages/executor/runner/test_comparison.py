@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, LlavaConfig
 from transformers import LlavaForConditionalGeneration as Llava
@@ -15,7 +16,7 @@ from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner.comparison import compare_with_transformers
 
 from .. import vision_models
-from ..models import ARCHITECTURES, make_model
+from ..models import ARCHITECTURES, make_config, make_model
 from ..vision_models import make_processor, make_vision_model
 
 CONFIG = EngineConfig(device="cpu", block_size=4, deterministic=False)
@@ -29,27 +30,48 @@ class _Mixing(LlamaMLP):
         return mixed
 
 
-class Mixing(LlamaForCausalLM):
+class _ByPlace(LlamaMLP):
+    """Takes the place in the batch for the position, from `floor_scale` tokens on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1]) // self.config.floor_scale
+        scaled: Tensor = super().forward(x) * (1.0 + places[:, None])
+        return scaled
+
+
+class Altered(LlamaForCausalLM):
+    mlp: type[LlamaMLP]
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for layer in self.model.layers:
-            layer.mlp = _Mixing(config)
+            layer.mlp = self.mlp(config)
+
+
+class Mixing(Altered):
+    mlp = _Mixing
+
+
+class ByPlace(Altered):
+    mlp = _ByPlace
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_tokens_that_meet_outside_attention_are_refused(kernels: str) -> None:
-    module = Mixing(make_model("llama").config)
+@pytest.mark.parametrize("kind", [Mixing, ByPlace])
+def test_tokens_that_depend_on_their_batch_are_refused(kind: type[Altered], kernels: str) -> None:
+    # Longer than all positions of the check, but for the rule that scales it down.
+    module = kind(make_config("llama", floor_scale=8192))
     config = EngineConfig(device="cpu", kernels=kernels)
-    with pytest.raises(ModelError, match="Mixing can't be served: it gives other logits"):
+    with pytest.raises(ModelError, match=f"{kind.__name__} can't be served: it gives other logits"):
         ExecutorCore(config, model=wrap_model(module, 64))
 
 
 def test_the_language_part_of_a_model_with_images_is_checked() -> None:
-    own = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-    text = {**vision_models._TEXT, "model_type": "falcon_h1", "mamba_n_groups": 1, **own}
+    own = {"attention_hidden_size": 64, "vocab_size": 128, "hidden_size": 64}
+    text = {"model_type": "rwkv", "num_hidden_layers": 2, **own}
     vision = vision_models._CONFIGS["llava"]["vision_config"]
     module = Llava(LlavaConfig(text_config=text, vision_config=vision, image_token_id=125))
-    with pytest.raises(ModelError, match="FalconH1ForCausalLM has state-space"):
+    with pytest.raises(ModelError, match="RwkvForCausalLM has recurrent layers"):
         wrap_model(module, 64, image_processor=make_processor("llava"))
 
 

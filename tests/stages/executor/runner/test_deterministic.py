@@ -316,8 +316,8 @@ def test_a_machine_whose_products_depend_on_the_row_is_refused(
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x: torch.bmm(x, x),
-        lambda x: x @ x,
+        lambda x: torch.baddbmm(x, x, x),
+        lambda x: x[0, 0] @ x[0],
         lambda x: torch.einsum("bij,bjk->bik", x, x),
         lambda x: F.scaled_dot_product_attention(x, x, x),
     ],
@@ -327,11 +327,23 @@ def test_products_without_a_fixed_shape_are_refused(use: Callable[[Tensor], Tens
         use(torch.randn(2, 4, 4))
 
 
-def test_experts_in_batched_products_are_refused_at_load() -> None:
+@pytest.mark.parametrize("terms", [3, 40])
+def test_products_of_many_matrices_are_those_of_each(terms: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.randn(*shape, generator=generator) for shape in ((1, 5, 7, terms), (2, 1, terms, 16))
+    )
+    with FixedTiles():
+        found = left @ right
+        parts = [left[:, part] @ right[0, 0] for part in ([2], [1, 3, 0])]
+    assert torch.allclose(found, left @ right, atol=1e-5)
+    assert torch.equal(found[0, [2, 1, 3, 0]], torch.cat(parts, 1)[0])
+
+
+def test_experts_in_batched_products_keep_the_bits() -> None:
     module = make_model("mixtral")
     module.set_experts_implementation("batched_mm")
-    with pytest.raises(ModelError, match="experts_implementation='eager'"):
-        ExecutorCore(CONFIG, model=wrap_model(module, 128))
+    assert_arrangements_agree(wrap_model(module, 128))
 
 
 def test_float16_is_refused() -> None:

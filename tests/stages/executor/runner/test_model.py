@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     DbrxConfig,
     DeepseekV3Config,
     MixtralConfig,
@@ -20,7 +19,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
@@ -101,30 +99,41 @@ def test_kinds_of_models_that_are_refused_by_name(tmp_path: Path, kind: str, why
     assert name.replace("_", "").lower() in str(refused.value).lower()
 
 
-def test_hybrid_models_are_refused() -> None:
-    config = CONFIG_MAPPING["qwen3_next"](
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=0,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match=r"state-space"):
-        wrap_model(model, 64)
-
-
 def test_unsupported_masks_are_refused() -> None:
     """A window in the mask of which the layer does not tell the attention function."""
     model = make_model("qwen2_window")
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(ModelError, match="mask of layer 0 is neither"):
+        wrap_model(model, 64)
+
+
+def test_unknown_keywords_of_attention_are_refused() -> None:
+    """By which other implementations compute something else, such as sparse attention."""
+    model = make_model("llama")
+
+    def add(*given: Any) -> Any:
+        return given[1], given[2] | {"block_indices": torch.zeros(1)}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(add, with_kwargs=True)
+    with pytest.raises(ModelError, match="layer 1 computes attention by `block_indices`"):
+        wrap_model(model, 64)
+
+
+def test_layers_that_change_their_mask_are_refused() -> None:
+    model = make_model("llama")
+
+    def cut(*given: Any) -> Any:
+        return given[1], given[2] | {"attention_mask": given[2]["attention_mask"][:, :, :1]}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(cut, with_kwargs=True)
+    with pytest.raises(ModelError, match="its layers compute with their masks"):
+        wrap_model(model, 64)
+
+
+def test_layers_that_choose_tokens_by_an_indexer_are_refused() -> None:
+    model = make_model("llama")
+    model.model.layers[1].self_attn.indexer = torch.nn.Linear(4, 4)
+    with pytest.raises(ModelError, match="an indexer chooses the tokens"):
         wrap_model(model, 64)
 
 

@@ -59,8 +59,7 @@ def opened(
 
 
 def block_of(tiers: BlockTiers, block_id: int) -> list[torch.Tensor]:
-    cache = tiers.slots._cache
-    return [tensor[block_id].clone() for tensor in (*cache.keys, *cache.values)]
+    return [tensor[block_id].clone() for tensor in tiers.slots._units()]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -130,9 +129,9 @@ def test_a_slot_that_is_given_away_in_the_same_plan_is_written_with_its_own_bloc
 ) -> None:
     with opened(tmp_path) as tiers:
         first, second = block_of(tiers, 1), block_of(tiers, 2)
-        assert tiers._disk is not None
+        assert tiers.blocks._disk is not None
         go = threading.Event()
-        tiers._disk._writer.submit(go.wait, 60)
+        tiers.blocks._disk._writer.submit(go.wait, 60)
         tiers.apply([KVMove("store", NAME, 0, 1, True), KVMove("store", OTHER, 0, 2, True)])
         go.set()
         tiers.on_disk()
@@ -330,12 +329,13 @@ def test_each_field_of_a_layout_is_in_its_digest() -> None:
             "block_size": 8,
             "layers": ((2, 64, 32),),
             "dtype": "float16",
+            "states": (((2, 3), "float32"),),
             "order": "head, token, width",
             "endian": "big",
             "version": 1,
         }.items()
     ]
-    assert len({each.digest for each in (layout, *others)}) == 7
+    assert len({each.digest for each in (layout, *others)}) == 8
 
 
 def test_executors_that_run_at_a_time_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -403,8 +403,8 @@ def test_a_model_without_kv_and_tiers_below_a_block_are_refused(tmp_path: Path) 
 @contextmanager
 def other_file(tiers: BlockTiers, path: str | Path, flags: int) -> Iterator[None]:
     """Let the descriptor of the blocks be of another file."""
-    assert tiers._disk is not None
-    descriptor = tiers._disk._folder._blocks
+    assert tiers.blocks._disk is not None
+    descriptor = tiers.blocks._disk._folder._blocks
     saved, other = os.dup(descriptor), os.open(path, flags)
     os.dup2(other, descriptor)
     try:
@@ -473,9 +473,9 @@ def test_writes_beyond_the_bytes_in_flight_are_left(
     """There is a buffer for one block, which is used again when it is written."""
     monkeypatch.setattr(disk_module, "MOST_BYTES_IN_FLIGHT", 1)
     with opened(tmp_path) as tiers:
-        assert tiers._disk is not None
+        assert tiers.blocks._disk is not None
         go = threading.Event()
-        tiers._disk._writer.submit(go.wait, 60)
+        tiers.blocks._disk._writer.submit(go.wait, 60)
         tiers.apply([KVMove("store", name, 0, 1, write=True) for name in (NAME, OTHER)])
         go.set()
         assert waited(tiers, lambda changes: changes.lost).lost == (OTHER,)
@@ -557,7 +557,7 @@ def test_a_report_of_a_fetch_from_before_a_reset_is_dropped(tmp_path: Path) -> N
     with opened(tmp_path) as tiers:
         tiers.apply([KVMove("store", OTHER, 0, 1, write=True), KVMove("fetch", NAME, 3)])
         tiers.on_disk()
-        tiers._reads.close()
+        tiers.blocks._reads.close()
         tiers.reset()
         assert tiers.take_changes() == TiersChanged(stored=(OTHER,))
 

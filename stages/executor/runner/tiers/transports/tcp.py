@@ -86,13 +86,18 @@ class BlockServer:
                 f"engine.kv_listen is {listen!r}, which can't be listened on: "
                 f"{error.strerror or error}; give an address of this host"
             ) from None
-        self._server.slots, self._server.secret = slots, secret.encode()
+        self._server.secret = secret.encode()
+        self.add(slots)
         bound = self._server.server_address[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kv-serve", daemon=True
         )
         self._thread.start()
+
+    def add(self, slots: SharedSlots) -> None:
+        """Send these slots, too, to readers that prove themselves with their incarnation."""
+        self._server.slots[slots.address.incarnation] = slots
 
     def close(self) -> None:
         """Stop listening, and end all connections."""
@@ -106,10 +111,10 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
-    slots: SharedSlots
     secret: bytes
 
     def __init__(self, *args: Any) -> None:
+        self.slots: dict[str, SharedSlots] = {}
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         super().__init__(*args)
@@ -142,9 +147,9 @@ class _Connection(socketserver.BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        connection, slots = self.request, self.server.slots
+        connection = self.request
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not self._proves_itself(slots.address.incarnation):
+        if (slots := self._proven()) is None:
             return
         # Between two requests any time may pass.
         connection.settimeout(None)
@@ -162,7 +167,8 @@ class _Connection(socketserver.BaseRequestHandler):
                 self._send(connection, slots, slot, name)
             connection.settimeout(None)
 
-    def _proves_itself(self, incarnation: str) -> bool:
+    def _proven(self) -> SharedSlots | None:
+        """Return the slots whose incarnation the reader proves itself with; None if it does not."""
         connection, secret = self.request, self.server.secret
         connection.settimeout(TIMEOUT_S)
         until = time.monotonic() + TIMEOUT_S
@@ -170,10 +176,11 @@ class _Connection(socketserver.BaseRequestHandler):
         connection.sendall(ours)
         theirs = _receive(connection, _NONCE, until)
         proof = _receive(connection, _NONCE, until)
-        if not hmac.compare_digest(proof, _proof(secret, "client", ours, theirs, incarnation)):
-            return False
-        connection.sendall(_proof(secret, "server", ours, theirs, incarnation))
-        return True
+        for incarnation, slots in [*self.server.slots.items()]:
+            if hmac.compare_digest(proof, _proof(secret, "client", ours, theirs, incarnation)):
+                connection.sendall(_proof(secret, "server", ours, theirs, incarnation))
+                return slots
+        return None
 
     def _send(self, connection: socket.socket, slots: SharedSlots, slot: int, name: bytes) -> None:
         if not slots.offers(slot, name):

@@ -102,6 +102,7 @@ class Case:
     value_dim: int = 16
     block_size: int = 4
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
     rows: tuple[tuple[int, int], ...] = ((0, 5), (9, 1), (0, 1), (13, 6), (40, 1), (3, 1))
@@ -118,11 +119,18 @@ def layer_module(index: int = 0) -> nn.Module:
 
 def make_model(case: Case, subject: Subject) -> LoadedModel:
     """Two layers of the case's kind; there is no module."""
-    spec = LayerSpec(case.kv_heads, case.dim, case.value_dim, case.window)
+    spec = LayerSpec(case.kv_heads, case.dim, case.value_dim, case.window, case.chunk)
     config: Any = None
     device = torch.device(subject.device)
     return LoadedModel(
-        nn.Module(), config, device, Dtypes.of(subject.dtype), 4096, 16, (spec, spec)
+        nn.Module(),
+        config,
+        device,
+        Dtypes.of(subject.dtype),
+        4096,
+        16,
+        (spec, spec),
+        layer_indices=(0, 1),
     )
 
 
@@ -141,6 +149,8 @@ def reference(
     mask = keys <= queries
     if case.window is not None:
         mask &= keys > queries - case.window
+    if case.chunk is not None:
+        mask &= keys // case.chunk == queries // case.chunk
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         column = sinks.double()[:, None, None].expand(-1, len(query), 1)
@@ -260,10 +270,13 @@ CASES = {
     "padding": Case(padding=3),
     "window": Case(window=5),
     "window_wider_than_all": Case(window=500),
+    "chunks": Case(chunk=5, rows=((0, 12), (9, 1), (10, 1), (13, 6), (40, 1), (3, 1))),
+    "chunk_longer_than_all": Case(chunk=500),
     "sinks_softcap": Case(sinks=True, softcap=3.0),
     "narrow_values": Case(value_dim=8),
     "long": Case(rows=((0, 150), (130, 1), (60, 70), (63, 1), (64, 1))),
     "long_window": Case(window=70, rows=((0, 150), (130, 1), (60, 70), (200, 1))),
+    "long_chunks": Case(chunk=70, rows=((0, 150), (139, 1), (140, 1), (60, 70), (200, 1))),
     "many_heads_per_kv_head": Case(query_heads=20, kv_heads=1, rows=((0, 5), (70, 1))),
     "odd_heads_per_kv_head": Case(query_heads=14, kv_heads=2, rows=((0, 5), (70, 1), (3, 2))),
 }
@@ -282,7 +295,10 @@ def test_equals_the_explicit_mask(name: str, subject: Subject) -> None:
 @given(
     kv_heads=st.sampled_from([1, 2, 4]),
     block_size=st.sampled_from([1, 4, 16]),
-    window=st.one_of(st.none(), st.integers(1, 40)),
+    span=st.one_of(
+        st.just({}),
+        *(st.fixed_dictionaries({each: st.integers(1, 40)}) for each in ("window", "chunk")),
+    ),
     softcap=st.sampled_from([None, 1.5]),
     sinks=st.booleans(),
     rows=st.lists(
@@ -294,9 +310,9 @@ def test_equals_the_explicit_mask(name: str, subject: Subject) -> None:
     seed=st.integers(0, 1000),
 )
 def test_random_ragged_batches(
-    subject: Subject, rows: list[tuple[int, int]], seed: int, **shape: Any
+    subject: Subject, rows: list[tuple[int, int]], seed: int, span: dict[str, int], **shape: Any
 ) -> None:
-    assert run_case(Case(rows=tuple(rows), **shape), subject, seed) < 1
+    assert run_case(Case(rows=tuple(rows), **shape, **span), subject, seed) < 1
 
 
 def test_bounded_chunks_give_the_same_result(
@@ -307,7 +323,15 @@ def test_bounded_chunks_give_the_same_result(
     monkeypatch.setattr(gather, "_SLACK_TOKENS", 0)
     monkeypatch.setattr(gather, "_MAX_SCORES", 64)
     monkeypatch.setattr(tiled, "_MAX_SCORES", 64)
-    for name in ("causal", "all_decode", "window", "sinks_softcap", "padding", "long_window"):
+    for name in (
+        "causal",
+        "all_decode",
+        "window",
+        "sinks_softcap",
+        "padding",
+        "long_window",
+        "long_chunks",
+    ):
         assert run_case(CASES[name], subject) < 1
 
 

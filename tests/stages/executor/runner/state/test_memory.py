@@ -163,7 +163,7 @@ def test_the_memory_plan_counts_a_slot_for_each_sequence() -> None:
     plain = wrap_model(make_model("qwen2"), 64)
     model = replace(plain, other_states=(Recurrent(),))
     config = EngineConfig(max_model_len=64, max_batch_size=8, block_size=4, kv_cache_bytes=200_000)
-    slots = count_slots(config) * slot_bytes(model)
+    slots = count_slots(config, model) * slot_bytes(model)
     assert slots == 24 * (WIDTH + WINDOW * WIDTH) * 4
     assert count_blocks(config, model) == (200_000 - slots) // block_bytes(model, 4)
     assert count_blocks(config, model) < count_blocks(config, plain)
@@ -176,7 +176,7 @@ def test_the_runner_allocates_slots_and_memory_release_frees_them() -> None:
     model = replace(wrap_model(make_model("qwen2"), 64), other_states=(Recurrent(),))
     config = EngineConfig(max_model_len=64, max_batch_size=8, block_size=4, kernels="off")
     cache = make_runner(config, model, 16).cache
-    assert cache.num_slots == count_slots(config)
+    assert cache.num_slots == count_slots(config, model)
     assert cache.num_bytes == 17 * block_bytes(model, 4) + 24 * slot_bytes(model)
     memory = ReplicaMemory([cache], WeightSyncManager(model.module))
     cache.in_slots[0].fill_(7)

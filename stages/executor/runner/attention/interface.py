@@ -265,16 +265,31 @@ def paged_attention(
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
-    queries = query[0].transpose(0, 1)
     options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
+    states = query, key, value
+    return attend(module, states, options, attention_backend, attention_batch, kv_cache), None
+
+
+def attend(
+    module: nn.Module,
+    states: tuple[Tensor, Tensor, Tensor],
+    options: AttentionOptions,
+    backend: AttentionBackend[Any],
+    batch: Any,
+    cache: KVCache,
+) -> Tensor:
+    """Attention of one layer, `[1, tokens, heads, value_dim]`; arguments as of `paged_attention`.
+
+    Of a latent layer, queries are brought to the latent, and the output from it.
+    """
+    layer = cache.index_of[module.layer_idx]  # type: ignore[index]
+    queries, keys, values = (each[0].transpose(0, 1) for each in states)
     latent = latent_of(module)
-    if latent is not None:
-        queries = latent.absorb(queries, attention_backend.multiply_heads)
-    qkv = QKV(queries, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    output = attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)
-    if latent is not None:
-        output = latent.project(output, attention_backend.multiply_heads)
-    return output[None], None
+    if latent is None:
+        return backend.forward(batch, cache, layer, QKV(queries, keys, values), options)[None]
+    queries = latent.absorb(queries, backend.multiply_heads)
+    attended = backend.forward(batch, cache, layer, QKV(queries, keys, values), options)
+    return latent.project(attended, backend.multiply_heads)[None]
 
 
 def _options_of(query: Tensor, call: Mapping[str, Any]) -> AttentionOptions:

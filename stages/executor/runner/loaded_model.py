@@ -152,8 +152,13 @@ class LoadedModel:
     def base(self) -> nn.Module:
         """The part that returns the last hidden states."""
         module: Any = self.module
-        base: nn.Module = module.get_decoder() if self.encoders else module.base_model
+        base: nn.Module = module.get_decoder() if self.is_part else module.base_model
         return base
+
+    @property
+    def is_part(self) -> bool:
+        """Whether tokens pass through a part of the module, beside others such as for images."""
+        return self.hf_config.get_text_config() is not self.hf_config
 
     @property
     def vision(self) -> MediaEncoder | None:

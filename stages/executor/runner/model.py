@@ -209,7 +209,18 @@ def wrap_model(
 
 def _attention_of(hf_config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     """Return `attn_implementation` with our attention in the language part alone."""
-    return {"text_config": name} if hf_config.model_type in SUPPORTED else name
+    text = hf_config.get_text_config()
+    if not takes_images(hf_config) or text is hf_config:
+        return name
+    return {part: name for part in hf_config.sub_configs if getattr(hf_config, part, None) is text}
+
+
+def takes_images(hf_config: PreTrainedConfig) -> bool:
+    """Return whether the model is loaded with a part for images, supported here or not."""
+    if hf_config.model_type in SUPPORTED:
+        return True
+    kind = type(hf_config)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -252,14 +263,9 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
     _check_no_decoder_beside(hf_config)
     if model_class is None:
         mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-        if kind in SUPPORTED:
+        if takes_images(hf_config):
             mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         elif type(hf_config) not in mapping:
-            if type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-                raise ModelError(
-                    f"{kind} takes images in a way that is not supported; choose one of "
-                    f"{', '.join(sorted(SUPPORTED))}"
-                )
             raise ModelError(f"{kind} is not a causal language model; choose one that is")
         model_class = _class_of(mapping, hf_config)
     text = hf_config.get_text_config()
@@ -293,7 +299,7 @@ def _load_weights(
     if not without_output:
         options["attn_implementation"] = _attention_of(hf_config, IMPLEMENTATION)
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
-    if not without_output and hf_config.model_type in SUPPORTED:
+    if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
     if is_gguf := (folder / LINK).is_file():

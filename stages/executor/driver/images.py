@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -15,7 +15,6 @@ from ....bus.media import MediaItem
 from ....bus.steps import NewSequence, StepPlan
 from ....config import EngineConfig
 from ..runner.interface import (
-    DeepFeatures,
     IntArray,
     LoadedModel,
     MediaEmbeddings,
@@ -155,7 +154,7 @@ class SequenceImages:
         if self._vision.rotates_in_space:
             changes["position_ids"] = self._rotary_positions(rows, batch, first_token)
         if parts:
-            changes |= self._embed(inputs, parts)
+            changes["media"] = self._arguments(inputs, parts)
         return msgspec.structs.replace(inputs, **changes)
 
     # --- inside -------------------------------------------------------------------------------
@@ -189,17 +188,12 @@ class SequenceImages:
             self._fail(row, str(error))
         return None
 
-    def _embed(self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]) -> dict[str, Any]:
-        """Return `embeddings` and `deep` of a step."""
-        targets = np.concatenate([targets for targets, _ in parts])
-        (index,) = self._upload(targets)
-        hidden = self._vision.embed(inputs.input_ids)
-        rows = torch.cat([rows for _, rows in parts], 1).to(hidden.dtype)
-        embeddings = hidden.index_copy(1, index, rows[:1])
-        if not self._vision.num_deep:
-            return {"embeddings": embeddings}
-        places = torch.zeros_like(inputs.input_ids, dtype=torch.bool).index_fill_(1, index, True)
-        return {"embeddings": embeddings, "deep": DeepFeatures(places, rows[1:])}
+    def _arguments(
+        self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]
+    ) -> Mapping[str, Any]:
+        (places,) = self._upload(np.concatenate([targets for targets, _ in parts]))
+        rows = torch.cat([rows for _, rows in parts], 1)
+        return self._vision.arguments(inputs.input_ids, places, rows)
 
     def _fail(self, row: int, why: str) -> None:
         info = self._table.info[row]

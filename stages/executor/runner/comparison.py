@@ -206,9 +206,14 @@ def _filled(
     decoder: Any = whole
     inner = decoder.get_decoder()
     used = {id(each) for part in (inner, decoder.get_output_embeddings()) for each in _own(part)}
+    # Numbers that the model computes itself, such as decays that depend on each other; but not a
+    # router's bias, which begins as zeros.
+    computed = {
+        name for name, each in module.named_buffers() if each.numel() > 1 and each.std() > 0
+    }
     seen: dict[int, Tensor] = {}
     for name, tensor in whole.state_dict(keep_vars=True).items():
-        if id(tensor) not in used or not tensor.dtype.is_floating_point:
+        if id(tensor) not in used or not tensor.dtype.is_floating_point or name in computed:
             continue
         if id(tensor) not in seen:
             numbers = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)

@@ -39,7 +39,6 @@ from .kv_cache import count_snapshots
 from .kv_cache import fit_batch_size as fit_batch_size
 from .kv_cache import slot_bytes as slot_bytes
 from .loaded_model import LoadedModel as LoadedModel
-from .media import DeepFeatures as DeepFeatures
 from .media import MediaEmbeddings as MediaEmbeddings
 from .media import MediaEncoder as MediaEncoder
 from .media import MediaError as MediaError

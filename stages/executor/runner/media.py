@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 SUPPORTED = frozenset(
     (
         "gemma3",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
         "idefics3",
         "internvl",
         "llava",
@@ -53,18 +56,6 @@ class Positions(msgspec.Struct, frozen=True):
     shift: int
 
 
-class DeepFeatures(msgspec.Struct, frozen=True):
-    """Features of the media of a step, which the first layers add to their outputs (DeepStack).
-
-    Attributes:
-        places: `[1, tokens]`, true for the media's tokens.
-        features: `[layers, media tokens, hidden]`, in the order of the tokens.
-    """
-
-    places: Tensor
-    features: Tensor
-
-
 class MediaEncoder(Protocol):
     """Makes embeddings of media of one kind, item by item, so that an embedding's bits don't depend
     on other items.
@@ -88,8 +79,14 @@ class MediaEncoder(Protocol):
     def rotates_in_space(self) -> bool:
         """Whether an item's tokens have positions in several dimensions."""
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, `[..., hidden]`, as the model computes them."""
+    def arguments(self, input_ids: Tensor, places: Tensor, rows: Tensor) -> Mapping[str, Any]:
+        """Return the arguments of the model's forward call in place of `input_ids`.
+
+        Args:
+            input_ids: `[1, tokens]`.
+            places: `[media tokens]`, indices of the tokens of media, rising.
+            rows: `[1 + num_deep, media tokens, hidden]`, as from `encode`.
+        """
 
     def encode(self, item: MediaItem, stored: StoredImage) -> Tensor:
         """Return an item's embeddings and the features that layers add,

@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor
 from ....bus.media import MediaItem
 from ....config import ModelError
 from ....store.images import StoredImage
-from .deepstack import accept_deep_features, num_deep_layers
+from .deepstack import accept_deep_features, deep_features, num_deep_layers
 from .media import MediaError, Positions
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -88,10 +88,14 @@ class VisionModel:
         """Whether an image's tokens have positions in height and width (M-RoPE)."""
         return hasattr(self._base, "get_rope_index")
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, `[..., hidden]`, as the model computes them."""
-        embeddings: Tensor = self._module.get_input_embeddings()(input_ids)
-        return embeddings
+    def arguments(self, input_ids: Tensor, places: Tensor, rows: Tensor) -> dict[str, Any]:
+        """Return the arguments of the model's forward call, as MediaEncoder says."""
+        hidden = self._module.get_input_embeddings()(input_ids)
+        rows = rows.to(hidden.dtype)
+        found: dict[str, Any] = {"inputs_embeds": hidden.index_copy(1, places, rows[:1])}
+        if self.num_deep:
+            found["deep_features"] = deep_features(input_ids, places, rows[1:])
+        return found
 
     @torch.inference_mode()
     def encode(self, item: MediaItem, image: StoredImage) -> Tensor:

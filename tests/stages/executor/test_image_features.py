@@ -144,6 +144,7 @@ def put_adapter(core: ExecutorCore, made: Any) -> None:
         ("llava", "auto", torch.bfloat16),
         ("qwen2_vl", "auto", torch.float32),
         in_soak("qwen2_vl", True, torch.bfloat16),
+        in_soak("qwen3_vl", True, torch.float32),
         in_soak("gemma3", True, torch.float32),
     ],
 )

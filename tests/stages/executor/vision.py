@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,10 +149,9 @@ class World:
             features = features_of(self.processor, _OPTIONS.get(self.name, {}), part, alone=alone)
             self.images[name] = StoredImage(*part.size, features)
         kinds = (torch.tensor([token_ids]) == PLACEHOLDER).int()
-        if self.name.startswith("qwen"):
-            inputs["mm_token_type_ids"] = kinds
-        if self.name == "gemma3":
-            inputs["token_type_ids"] = kinds
+        takes = inspect.signature(self.model.forward).parameters
+        for kind in {"mm_token_type_ids", "token_type_ids"}.intersection(takes):
+            inputs[kind] = kinds
         return ImagePrompt(token_ids, tuple(media), inputs)
 
     def _counts(self, inputs: Mapping[str, Any], images: Sequence[Any], patches: Any) -> list[int]:

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -56,6 +58,27 @@ _QWEN_VISION: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+_QWEN3_VISION = {
+    **_QWEN_VISION,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+    "num_position_embeddings": 16,
+}
+_GLM_VISION = {
+    **_QWEN_VISION,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+    "image_size": 16,
+}
+_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 _M_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SQUARE = {"height": 16, "width": 16}
 _GRID = [[16, 16], [16, 32], [32, 16], [32, 32]]
@@ -78,15 +101,33 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {
         "text_config": {**_TEXT, "num_hidden_layers": 3, "rope_parameters": _M_ROPE},
-        "vision_config": {
-            **_QWEN_VISION,
-            "depth": 3,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "intermediate_size": 24,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1],
+        "vision_config": {**_QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1]},
+    },
+    "glm4v": {
+        "text_config": {**_TEXT, "rope_parameters": _M_ROPE},
+        "vision_config": _GLM_VISION,
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **_TEXT,
+            **_MOE,
+            "rope_parameters": {**_M_ROPE, "partial_rotary_factor": 0.5},
         },
+        "vision_config": _GLM_VISION,
+    },
+    "glm46v": {
+        "text_config": {**_TEXT, "model_type": "glm4v_text", "rope_parameters": _M_ROPE},
+        "vision_config": {**_GLM_VISION, "model_type": "glm4v_vision"},
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_TEXT,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "rope_parameters": _M_ROPE,
+        },
+        "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]},
     },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
@@ -149,6 +190,12 @@ _PROCESSORS: dict[str, Any] = {
     "qwen2_vl": lambda: Qwen2VLImageProcessorPil(
         patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}
     ),
+    "glm4v": lambda: Glm4vImageProcessorPil(
+        patch_size=4, size={"shortest_edge": 128, "longest_edge": 2048}
+    ),
+    "glm46v": lambda: Glm46VImageProcessorPil(
+        patch_size=4, size={"shortest_edge": 128, "longest_edge": 2048}
+    ),
     "llava": lambda: LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size=_SQUARE),
     "llava_onevision": lambda: LlavaOnevisionImageProcessorPil(
         size=_SQUARE, image_grid_pinpoints=_GRID
@@ -166,7 +213,8 @@ _PROCESSORS: dict[str, Any] = {
     ),
     "internvl": lambda: GotOcr2ImageProcessorPil(size=_SQUARE, min_patches=1, max_patches=4),
 }
-_PROCESSORS["qwen2_5_vl"] = _PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen2_vl"]
+_PROCESSORS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PROCESSORS["qwen2_vl"])
+_PROCESSORS["glm4v_moe"] = _PROCESSORS["glm4v"]
 
 
 def make_processor(name: str) -> Any:
@@ -197,8 +245,11 @@ def make_vision_model(
     settings["text_config"] |= changes
     settings["vision_config"] |= vision or {}
     if "rope_parameters" in settings["text_config"]:
-        unit = settings["text_config"]["head_dim"] // 16
-        settings["text_config"]["rope_parameters"]["mrope_section"] = [2 * unit, 3 * unit, 3 * unit]
+        rope = settings["text_config"]["rope_parameters"]
+        pairs = int(settings["text_config"]["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2
+        first = pairs // 4
+        second = (pairs - first) // 2
+        rope["mrope_section"] = [first, second, pairs - first - second]
     config = CONFIG_MAPPING[name](**settings, **{token: placeholder})
     model = AutoModelForImageTextToText.from_config(
         config, dtype=torch.float32, attn_implementation="eager"

@@ -51,6 +51,7 @@ from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
+    from .attention.indexers import IndexKeys
     from .media import MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
@@ -184,7 +185,8 @@ def wrap_model(
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
     latents = keep_latents(module, wanted=latent_attention != "off")
     mixers = load_mixers(module)
-    probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
+    index_keys = _take_indexers(module)
+    probe = _probe_layers(module, limit, weight.device, pipeline, mixers, indexed=bool(index_keys))
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     # Of a model that generates, the comparison at load shows whether other layers mix tokens.
     indices = probe.finish(own, others=mixers is not None and generates)
@@ -214,6 +216,7 @@ def wrap_model(
         pipeline=pipeline,
         encoders=encoders,
         latent_attention=latents,
+        index_keys=index_keys,
     )
 
 
@@ -409,6 +412,14 @@ def load_mixers(module: nn.Module) -> Mixers | None:
     return find_mixers(module)
 
 
+def _take_indexers(module: nn.Module) -> tuple[IndexKeys, ...]:
+    if all(getattr(each, "indexer", None) is None for each in module.modules()):
+        return ()
+    from .attention.indexers import take_indexers
+
+    return take_indexers(module)
+
+
 @torch.no_grad()
 def _probe_layers(
     module: Any,
@@ -416,20 +427,17 @@ def _probe_layers(
     device: torch.device,
     pipeline: PipelineRank | None,
     mixers: Mixers | None,
+    *,
+    indexed: bool,
 ) -> LayerProbe:
     name = type(module).__name__
-    probe = LayerProbe(name, max_model_len)
+    probe = LayerProbe(name, max_model_len, indexed=indexed)
     module.set_attn_implementation(_attention_of(module.config, PROBING))
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
     call["logits_to_keep"] = positions[0]
-    if any(getattr(each, "indexer", None) is not None for each in module.modules()):
-        raise ModelError(
-            f"{name} can't be served: an indexer chooses the tokens that its layers see; choose "
-            "another model"
-        )
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():

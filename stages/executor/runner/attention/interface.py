@@ -13,7 +13,7 @@ honour is refused there, before any request.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import torch
@@ -27,6 +27,9 @@ from ..loaded_model import LayerSpec
 from .backend import QKV, AttentionBackend
 from .carried import KeywordsLost
 from .latent import PREFIX, latent_of
+
+if TYPE_CHECKING:
+    from .indexers import IndexedStep
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
 """Transformers' names of the fields of AttentionOptions."""
@@ -82,9 +85,19 @@ class MaskProbe(msgspec.Struct, frozen=True):
         return bool(torch.equal(allowed, (keys <= queries) & (keys >= span.first(queries))))
 
 
-def probe_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> MaskProbe:
+class IndexerMask(MaskProbe, frozen=True):
+    """The rule of a mask that an indexer gets without its dimension of heads."""
+
+    def __getitem__(self, index: object) -> IndexerMask:  # type: ignore[override]
+        return self
+
+
+def probe_mask(
+    *, mask_function: Any, local_size: int | None = None, config: Any = None, **_: Any
+) -> MaskProbe:
     """Return the rule of the mask that the model wants, for the probe to check."""
-    return MaskProbe(mask_function, local_size)
+    kind = MaskProbe if getattr(config, "index_topk", None) is None else IndexerMask
+    return kind(mask_function, local_size)
 
 
 def probe_layer(
@@ -111,7 +124,8 @@ def probe_layer(
 class LayerProbe:
     """Collects the layers and their options, by number, in the probing pass."""
 
-    def __init__(self, architecture: str, max_position: int) -> None:
+    def __init__(self, architecture: str, max_position: int, *, indexed: bool = False) -> None:
+        self._indexed = indexed
         self.layers: dict[int, LayerSpec] = {}
         self.options: dict[int, AttentionOptions] = {}
         self._kv: dict[int, tuple[Tensor, Tensor]] = {}
@@ -139,7 +153,9 @@ class LayerProbe:
             self._refuse("its query heads don't divide evenly among its KV heads")
         if call.get("is_causal") is False:
             self._refuse(f"layer {index} looks ahead")
-        known = _IGNORED.union(_CALL, ("is_causal",))
+        known = _IGNORED.union(_CALL, ("is_causal",), ("indices",) if self._indexed else ())
+        if self._indexed and call.get("indices") is not None and options.span != Span():
+            self._refuse(f"layer {index} chooses tokens within a window")
         if unknown := [name for name in call.keys() - known if call[name] is not None]:
             self._refuse(
                 f"layer {index} computes attention by `{min(unknown)}`, which is not known here"
@@ -238,6 +254,7 @@ def paged_attention(
     attention_backend: AttentionBackend[Any] | None = None,
     attention_batch: Any = None,
     kv_cache: KVCache | None = None,
+    indexed_step: IndexedStep | None = None,
     **call: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer for the whole batch.
@@ -251,6 +268,7 @@ def paged_attention(
         attention_backend: Computes it.
         attention_batch: The step, prepared by the back end.
         kv_cache: The KVCache.
+        indexed_step: The step, of a model whose indexers choose the tokens that a query sees.
         call: The options, and settings for other implementations.
 
     Returns:
@@ -272,6 +290,8 @@ def paged_attention(
         queries = latent.absorb(queries, attention_backend.multiply_heads)
     qkv = QKV(queries, key[0].transpose(0, 1), value[0].transpose(0, 1))
     output = attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)
+    if indexed_step is not None and (chosen := call.get("indices")) is not None:
+        indexed_step.attend_chosen(output, chosen, layer, qkv, options)
     if latent is not None:
         output = latent.project(output, attention_backend.multiply_heads)
     return output[None], None

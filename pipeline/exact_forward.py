@@ -80,6 +80,8 @@ class ExactForward:
         """
         self._model = wrap_model(module, max_model_len, latent_attention=latent_attention)
         require_cpu(self._model.device)
+        if self._model.index_keys:
+            raise ModelError("attention whose indexer chooses tokens has no exact training pass")
         for options in self._model.attention_options:
             if options.softcap is not None or options.sinks is not None:
                 raise ModelError("attention with a soft cap or sinks has no exact training pass")

@@ -89,6 +89,24 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
+    "deepseek_v32": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "index_topk": 8,
+        "index_n_heads": 32,
+        "index_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        **_MOE,
+    },
 }
 
 _LATENT: dict[str, Any] = {

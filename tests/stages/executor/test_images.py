@@ -12,8 +12,8 @@ from .vision import Completion, ImagePrompt, World, id_of, image_lane, stored, w
 from .vision_models import ARCHITECTURES
 
 NEW_TOKENS = 6
-CHUNKS = {"gemma3": 18}
-"""Most tokens of a step, where an image of 16 has to be computed as a whole."""
+CHUNKS = {"gemma3": 18, "gemma4": 75}
+"""Most tokens of a step, where an image of 16 or 70 has to be computed as a whole."""
 
 CUT = [
     name if name in ("gemma3", "qwen2_vl", "qwen3_vl") else in_soak(name) for name in ARCHITECTURES

@@ -112,8 +112,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
         kv_secret: The shared secret of both sides of such a connection.
         state_snapshots_bytes: Memory for snapshots of the recurrent state that models with such
-            layers keep beside K and V, from which cached prefixes go on (docs/models.md); 0 for
-            none, so that no prefix is found again. On CPU and MPS it is beside `kv_cache_bytes`.
+            layers keep beside K and V, from which cached prefixes go on
+            (docs/recurrent-state.md); 0 for none, so that no prefix is found again. On CPU and MPS
+            it is beside `kv_cache_bytes`.
         state_snapshot_blocks: Snapshots of long prompts: one after each so many blocks, beside
             those at branches and ends; 0 for none.
         response_cache_bytes: Memory for finished responses, which are served again to equal
@@ -140,6 +141,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             without "paged". "auto" is the fastest available.
         attention_tile: Positions per tile of "paged" on CUDA, a power of two from 16 to 1024; 0
             chooses by head size. Refused by back ends without tiles.
+        latent_attention: "auto" keeps the latent of multi-head latent attention (DeepSeek, GLM-4.7
+            Flash, MiniCPM3 and others) in the KV cache, and multiplies queries with what would
+            make keys of it; "off" keeps keys and values of all heads (docs/latent-attention.md).
         cuda_graphs: "auto" records decode steps as CUDA graphs at load and replays them (CUDA, with
             `kernels`); "off" launches each operation.
         huge_pages: "auto" puts weights and KV cache into huge pages if available (CPU, Linux),
@@ -211,7 +215,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_listen: str = ""
     kv_secret: str = ""
     state_snapshots_bytes: NonNegativeInt = 1 << 30
-    state_snapshot_blocks: NonNegativeInt = 32
+    state_snapshot_blocks: NonNegativeInt = 128
     response_cache_bytes: NonNegativeInt = 0
     kv_session_share: Annotated[float, Range("from 0 to 1", 0, 1)] = 0.5
     kv_session_ttl_s: Seconds = 3600.0
@@ -224,6 +228,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kernels: Literal["auto", "off"] = "auto"
     attention: Literal["auto", "paged", "gather", "tiled"] = "auto"
     attention_tile: int = 0
+    latent_attention: Literal["auto", "off"] = "auto"
     cuda_graphs: Literal["auto", "off"] = "auto"
     huge_pages: Literal["auto", "off"] = "auto"
     seed: int = 0

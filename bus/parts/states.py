@@ -24,7 +24,11 @@ class StateCapacity(Section, frozen=True):
 
 
 class StateStart(Section, frozen=True):
-    """In NewSequence, with `num_cached` above 0: the state after these tokens is in a snapshot."""
+    """In NewSequence, with `num_cached` above 0: the state after these tokens is in a snapshot.
+
+    A shared prefill, all of whose tokens are cached, has none: the state is copied from the row
+    that it shares with.
+    """
 
     snapshot: int
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ...bus.messages import CacheScope
 from ...config import NanoInferenceError
-from .allocation import Allocation, Below, Follower
+from .allocation import Allocation, Below, Follower, States
 from .block_hash import chain_root, extend_chain
 
 
@@ -48,7 +48,7 @@ class PrefixMatch(msgspec.Struct, frozen=True):
         num_cached: Leading tokens that need no computing.
         num_needed: Free blocks that the sequence would take.
         next_run: As returned by `KVCacheManager.next_run`; None when all tokens are cached but the
-            last, which is always computed.
+            last, which is always computed, and with recurrent state (`States.follows`).
     """
 
     num_cached: int
@@ -77,6 +77,8 @@ class KVCacheManager(ABC):
 
     Attributes:
         below: The memory below the device, from which blocks are loaded when a sequence starts.
+        states: Snapshots of recurrent state. With them, whole blocks are shared only, up to one at
+            whose end there is a snapshot; nothing is copied.
         followers: Informed of each block that can be found by its name, and of its end; `below`
             first, if it exists.
         root: Returns the root of the block-hash chain of a weight version and a scope.
@@ -90,6 +92,7 @@ class KVCacheManager(ABC):
         self.block_size = block_size
         self.weight_version = 0
         self.below = Below()
+        self.states = States()
         self.followers: tuple[Follower, ...] = ()
         self.root = chain_root
         self._ref_counts = [0] * num_blocks
@@ -155,7 +158,7 @@ class KVCacheManager(ABC):
         """Return what `start` would find and take now. Takes nothing."""
         prefix, num_needed, names = self._fit(allocation, len(self._free))
         num_cached = (len(prefix.block_ids) + len(names)) * self.block_size + prefix.num_partial
-        gains = num_cached < len(allocation.token_ids) - 1
+        gains = num_cached < len(allocation.token_ids) - 1 and not self.states.exists
         return PrefixMatch(num_cached, num_needed, self.next_run(allocation) if gains else None)
 
     def name_of(self, block_id: int) -> bytes | None:
@@ -208,6 +211,8 @@ class KVCacheManager(ABC):
             raise ValueError("a sequence must hold at least one token")
         prefix, _, names = self._fit(allocation, num_blocks)
         shared = len(prefix.block_ids)
+        if allocation.num_found > shared + len(names):
+            self._pass_over(allocation, shared)
         num_fresh = -(-len(allocation.token_ids) // self.block_size) - shared
         held = [*prefix.block_ids, prefix.source] if prefix.num_partial else prefix.block_ids
         self._require(num_fresh + sum(not self._ref_counts[block_id] for block_id in held))
@@ -301,14 +306,14 @@ class KVCacheManager(ABC):
     # --- blocks without a sequence ------------------------------------------------------------
 
     def hold(self, allocation: Allocation) -> None:
-        """Hold all leading full blocks of an allocation's tokens that can be found.
+        """Hold all leading full blocks of an allocation's tokens that `start` would share.
 
-        The last token is left out, as in `start`.
+        The last token is left out.
 
         Args:
             allocation: Without blocks, and of no sequence.
         """
-        allocation.block_ids = self._find(allocation).block_ids
+        allocation.block_ids = self._fit(allocation, 0)[0].block_ids
         for block_id in allocation.block_ids:
             self._free.pop(block_id, None)
             self._ref_counts[block_id] += 1
@@ -332,7 +337,7 @@ class KVCacheManager(ABC):
 
     def held_prefix(self, allocation: Allocation) -> frozenset[int]:
         """Return the held blocks that `start` would share: they take no free block."""
-        block_ids = self._find(allocation).block_ids if allocation.may_reuse else []
+        block_ids = self._fit(allocation, 0)[0].block_ids
         return frozenset(takewhile(self._ref_counts.__getitem__, block_ids))
 
     def held_alone(self, counts: Mapping[int, int]) -> set[int]:
@@ -418,19 +423,35 @@ class KVCacheManager(ABC):
         prefix = self._find(allocation)
         if allocation.whole_blocks:
             prefix = Prefix(prefix.block_ids)
+        names = self.below.ready(allocation, len(prefix.block_ids))
+        if self.states.exists:
+            shared = len(prefix.block_ids)
+            number = self.states.usable(allocation, shared + len(names))
+            prefix, names = Prefix(prefix.block_ids[:number]), names[: max(number - shared, 0)]
         for block_id in prefix.block_ids:
             # Held blocks after a free one don't count: another start in the same plan may evict
             # the free one, and then they aren't found any more.
             if not self._ref_counts[block_id]:
                 break
             num_needed -= 1
-        if names := self.below.ready(allocation, len(prefix.block_ids)):
+        if names:
             return Prefix(prefix.block_ids), num_needed, names
         if prefix.num_partial and not self._ref_counts[prefix.source]:
             if num_needed < room:
                 return prefix, num_needed + 1, ()
             return Prefix(prefix.block_ids), num_needed, ()
         return prefix, num_needed, ()
+
+    def _pass_over(self, allocation: Allocation, shared: int) -> None:
+        """Compute blocks anew that were found, after so many shared ones.
+
+        They are as recently used as if they were shared: the next sequence starts with them.
+        """
+        for block_id in reversed(self._find(allocation).block_ids[shared:]):
+            if block_id in self._free:
+                self._free.move_to_end(block_id)
+        allocation.num_known = shared
+        del allocation.nodes[shared:]
 
     def _extend_names(self, allocation: Allocation, num_blocks: int) -> int:
         """Name so many leading full blocks; return the root of the chain."""

@@ -47,6 +47,7 @@ def startable(
     """
     chosen: list[Sequence] = []
     num_blocks = num_tokens = 0
+    size, states = cache.block_size, cache.states
     computing = {cache.next_run(seq.allocation) for seq in prefilling}
     for seq in islice(waiting, MOST_LOOKS * limits.max_batch_size):
         if (
@@ -60,6 +61,8 @@ def startable(
             if match.next_run in computing and seq.allocation.may_reuse:
                 continue
             computing.add(match.next_run)
+        elif states.exists and states.follows(seq.allocation, match.num_cached // size):
+            continue
         if cache.below.fetch(seq.allocation):
             continue
         seq.num_cached, seq.num_to_allocate = match.num_cached, match.num_needed

@@ -229,6 +229,10 @@ PARTS = (
         configured=lambda config, capacity: has(capacity.parts, "ImageCapacity"),
     ),
     Entry(
+        "snapshots.part:RecurrentStates",
+        configured=lambda config, capacity: has(capacity.parts, "StateCapacity"),
+    ),
+    Entry(
         "handover.arrivals:Arrivals",
         wanted=lambda request: has(request.parts, "HandoverRoute"),
         messages=("AnnounceSequence", "AnnounceBlocks", "Handover", "WithdrawSequences"),

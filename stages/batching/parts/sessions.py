@@ -531,7 +531,8 @@ class Sessions(Part):
             if room < 0:
                 break
             keep += 1
-        self._cache.trim(allocation, keep)
+        self._cache.trim(allocation, self._cache.states.usable(allocation, keep))
+        self._cache.states.hold(allocation)
         self.pins.update(allocation.block_ids)
         return num_found
 
@@ -540,6 +541,7 @@ class Sessions(Part):
             self.pins[block_id] -= 1
             if not self.pins[block_id]:
                 del self.pins[block_id]
+        self._cache.states.release(session.allocation)
         self._cache.release(session.allocation)
 
     def _result(

@@ -30,6 +30,7 @@ from ....text.context_length import longest_context
 from ....text.gguf_facts import LINK, facts_of
 from ....text.model_folder import folder_of
 from ....text.pooling_config import embeds_only
+from .attention.carried import KeywordsLost, carry_keywords
 from .attention.interface import (
     IMPLEMENTATION,
     PROBING,
@@ -37,6 +38,7 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
+from .attention.latent import keep_latents
 from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
@@ -107,7 +109,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
         from .vision import find_image_processor
 
         processor = find_image_processor(folder)
-    model = wrap_model(module, config.max_model_len, image_processor=processor)
+    model = wrap_model(
+        module,
+        config.max_model_len,
+        image_processor=processor,
+        latent_attention=config.latent_attention,
+    )
     return replace(model, is_shared=False)
 
 
@@ -143,6 +150,7 @@ def wrap_model(
     pipeline: PipelineRank | None = None,
     *,
     image_processor: Any = None,
+    latent_attention: str = "auto",
 ) -> LoadedModel:
     """Wrap a Transformers model that is already in memory, such as a trainer's.
 
@@ -154,6 +162,7 @@ def wrap_model(
         max_model_len: As in EngineConfig.
         pipeline: As of LoadedModel.
         image_processor: Transformers' own; None for text alone.
+        latent_attention: As in EngineConfig.
 
     Raises:
         ModelError: The model is not supported.
@@ -173,6 +182,7 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
+    latents = keep_latents(module, wanted=latent_attention != "off")
     mixers = load_mixers(module)
     probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
@@ -202,6 +212,7 @@ def wrap_model(
         is_shared=True,
         pipeline=pipeline,
         encoders=encoders,
+        latent_attention=latents,
     )
 
 
@@ -407,10 +418,19 @@ def _probe_layers(
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
     call["logits_to_keep"] = positions[0]
+    if any(getattr(each, "indexer", None) is not None for each in module.modules()):
+        raise ModelError(
+            f"{name} can't be served: an indexer chooses the tokens that its layers see; choose "
+            "another model"
+        )
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():
-                module(input_ids=tokens, **call)
+                try:
+                    module(input_ids=tokens, **call)
+                except KeywordsLost as lost:
+                    carry_keywords(module, lost.layer)
+                    module(input_ids=tokens, **call)
         else:
             hidden = pipeline.empty_states(2, device)[None].zero_()
             output = pipeline.run(module, tokens, hidden, call)

@@ -78,7 +78,9 @@ def load_sharded(
         raise ModelError(f"the weights in {folder} don't fit: {error}") from None
     _load(folder, files, weights)
     trim(torch.device("cpu"))
-    return wrap_sharded(module, weights, config.max_model_len, pipeline)
+    return wrap_sharded(
+        module, weights, config.max_model_len, pipeline, latent_attention=config.latent_attention
+    )
 
 
 def make_layout(config: EngineConfig, group: RankGroup) -> Layout:
@@ -100,9 +102,11 @@ def wrap_sharded(
     weights: ShardedWeights,
     max_model_len: int,
     pipeline: PipelineRank | None = None,
+    *,
+    latent_attention: str = "auto",
 ) -> LoadedModel:
     """Wrap a rank's model, as `wrap_model`. All ranks call this at the same time."""
-    model = wrap_model(module, max_model_len, pipeline)
+    model = wrap_model(module, max_model_len, pipeline, latent_attention=latent_attention)
     if pipeline is not None and pipeline.is_first:
         pipeline.check_model(module)
     for experts in experts_in(module):
@@ -276,18 +280,22 @@ def _is_in(name: str, modules: Collection[str]) -> bool:
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
     """Compute buffers that are not in checkpoints, such as rotary frequencies."""
-    owners: dict[str, Any] = {}
+    owners: list[tuple[Any, nn.Module]] = []
+    own: dict[str, Any] = {}
     for path, child in module.named_modules():
         # The language part of a model with images may have settings that the whole lacks.
-        own = hasattr(child, "_init_weights")
-        owners[path] = owner = child if own else owners[path.rpartition(".")[0]]
-        if child._buffers:
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = torch.empty_like(buffer, device=device)
-            # Transformers' way for models that it builds on the meta device.
-            with torch.no_grad():
-                owner._init_weights(child)
+        is_model = hasattr(child, "_init_weights")
+        own[path] = owner = child if is_model else own[path.rpartition(".")[0]]
+        # Models set buffers of their layers.
+        if child._buffers or is_model:
+            owners.append((owner, child))
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty_like(buffer, device=device)
+    # Transformers' way for models that it builds on the meta device.
+    with torch.no_grad():
+        for owner, child in owners:
+            owner._init_weights(child)
 
 
 def _allocate(module: nn.Module, device: torch.device, *, huge: bool) -> None:

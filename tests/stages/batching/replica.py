@@ -32,6 +32,7 @@ from nano_inference.bus.parts.handover import HandoverRoute, HandoversResult, fi
 from nano_inference.bus.parts.images import PromptMedia
 from nano_inference.bus.parts.sessions import SessionTurn
 from nano_inference.bus.parts.speculation import DraftCapacity
+from nano_inference.bus.parts.states import StateCapacity
 from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.bus.public import KVSession
 from nano_inference.bus.sections import Section, with_sections
@@ -44,6 +45,7 @@ from nano_inference.stages.batching.parts.images.cache import ImageCache
 from nano_inference.stages.batching.parts.images.part import Images
 from nano_inference.stages.batching.parts.kv_events import KVEvents
 from nano_inference.stages.batching.parts.sessions import Sessions
+from nano_inference.stages.batching.parts.snapshots.part import RecurrentStates
 from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
 from nano_inference.store.loaded_adapter import LoadedAdapter
@@ -52,6 +54,7 @@ from ...kv_router import Router
 from ...sections import read
 from .events import check_router
 from .index import check_index
+from .states import RuleStates
 
 STOP = 7
 
@@ -79,7 +82,8 @@ class RuleExecutor:
         offered: Name of the block in each host slot that they may read.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_snapshots: int | None = None) -> None:
+        self.states = None if num_snapshots is None else RuleStates(num_snapshots)
         self.peers: dict[str, RuleExecutor] = {}
         self.is_patient = False
         self.offered: dict[int, bytes] = {}
@@ -111,15 +115,22 @@ class RuleExecutor:
             self.tables[new.seq_id] = list(new.block_ids)
             self.computed[new.seq_id] = new.num_cached
             self.generated[new.seq_id] = new.num_generated
+        if self.states is not None:
+            for move in read(plan).kv_moves:
+                if move.state:
+                    self.states.tiers.move(move)
+            self.states.apply(plan)
         for seq_id, blocks in plan.grown:
             self.tables[seq_id].extend(blocks)
         for move in read(plan).kv_moves:
-            self._move(move)
+            if not move.state:
+                self._move(move)
         for source, destination in plan.copies:
             self.slots[destination] = list(self.slots[source])
         rows = []
         pooled = []
         source = -1
+        ran = set(plan.seq_ids) - self.done
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             if seq_id in self.done:
                 continue
@@ -129,6 +140,8 @@ class RuleExecutor:
                 rows += row
             elif row:
                 pooled.append(PooledPrompt(seq_id, b""))
+        if self.states is not None:
+            self.states.save(plan, ran)
         for move in read(plan).kv_offers:
             self._move(move)
         seq_ids, tokens, reasons = zip(*rows, strict=True) if rows else ((), (), ())
@@ -147,6 +160,10 @@ class RuleExecutor:
         )
 
     def _move(self, move: KVMove) -> None:
+        if move.state:
+            assert self.states is not None
+            self.states.tiers.move(move)
+            return
         match move.kind:
             case "store":
                 self._put(move.slot, self.slots[move.block_id])
@@ -185,6 +202,12 @@ class RuleExecutor:
 
     def tier_change(self) -> TiersChanged | None:
         """Return the next change of the tiers' threads; None for none."""
+        if self.states is not None:
+            peers = {f"{address}, states": each.states for address, each in self.peers.items()}
+            known = {name: each.tiers for name, each in peers.items() if each is not None}
+            change = self.states.tiers.change(known, is_patient=self.is_patient)
+            if change is not None:
+                return TiersChanged(states=change)
         if self.fetches:
             move = self.fetches.popleft()
             if (block := self._fetched(move)) is None:
@@ -200,6 +223,8 @@ class RuleExecutor:
         self.tokens.clear()
         self.done.clear()
         self.fetches.clear()
+        if self.states is not None:
+            self.states.forget()
 
     def _row(self, seq_id: int, count: int) -> list[tuple[int, int, str]]:
         tokens, table = self.tokens[seq_id], self.tables[seq_id]
@@ -208,6 +233,9 @@ class RuleExecutor:
         for position in range(start, start + count):
             block, offset = divmod(position, self.block_size)
             self.slots[table[block]][offset] = tokens[position]
+        if self.states is not None:
+            assert self.states.length(seq_id) == start
+            self.states.compute(self.sequences[seq_id], tokens[start : start + count])
         self.computed[seq_id] += count
         self.num_computed += count
         for position in range(start + count):
@@ -220,6 +248,8 @@ class RuleExecutor:
         assert self.computed[seq_id] == self.computed[source] == len(tokens)
         # The source has sampled already.
         assert self.tokens[source][:-1] == tokens, "it samples from foreign logits"
+        if self.states is not None:
+            self.states.share(seq_id, source)
         return self._sample(seq_id)
 
     def _sample(self, seq_id: int) -> list[tuple[int, int, str]]:
@@ -258,6 +288,9 @@ class FakeReplica:
         session_share: float = 0.5,
         pipeline_stages: int = 1,
         images: ImageCapacity | None = None,
+        num_snapshots: int | None = None,
+        snapshot_blocks: int = 0,
+        state_slots: int = 4,
     ) -> None:
         config = EngineConfig(
             kv_audit_every=2,
@@ -268,15 +301,22 @@ class FakeReplica:
             max_tokens_per_batch=max_tokens_per_batch,
             speculation="auto" if max_draft_tokens else "off",
             max_draft_tokens=max_draft_tokens or 16,
+            state_snapshot_blocks=snapshot_blocks,
         )
         parts: list[Section] = []
         if max_draft_tokens:
             parts.append(DraftCapacity())
         if host_slots:
+            states = None
+            if num_snapshots is not None:
+                sizes = (state_slots, disk_blocks, "", "", 0, "", 1, 1, 1000)
+                states = TierCapacity(*sizes, address=address and f"{address}, states")
             sizes = (host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000)
-            parts.append(TierCapacity(*sizes, address=address))
+            parts.append(TierCapacity(*sizes, address=address, states=states))
         if images is not None:
             parts.append(images)
+        if num_snapshots is not None:
+            parts.append(StateCapacity(num_snapshots, 1000))
         capacity = ReplicaCapacity(
             num_blocks,
             block_size,
@@ -291,7 +331,7 @@ class FakeReplica:
         self.stages = pipeline_stages if steps_ahead > 1 else 1
         self.capacity = capacity
         self.core = BatchingCore(config, capacity, steps_ahead=steps_ahead)
-        self.executor = RuleExecutor(num_blocks, block_size)
+        self.executor = RuleExecutor(num_blocks, block_size, num_snapshots)
         self.plans: deque[StepPlan] = deque()
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
@@ -415,6 +455,10 @@ class FakeReplica:
     def tiers(self) -> KVTiers | None:
         part = self.core.find(Tiers)
         return part.blocks if part is not None else None
+
+    @property
+    def states(self) -> RecurrentStates:
+        return self.core.part(RecurrentStates)
 
     @property
     def images(self) -> ImageCache | None:

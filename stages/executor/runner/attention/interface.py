@@ -26,12 +26,29 @@ from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
 from ..media import LookAhead
 from .backend import QKV, AttentionBackend
+from .carried import KeywordsLost
+from .latent import PREFIX, latent_of
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
 """Transformers' names of the fields of AttentionOptions."""
 
-PROBING = "nano_probe"
+_IGNORED = frozenset(
+    (
+        *("cache_position", "deterministic", "dropout", "logits_to_keep", "position_ids"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"),
+    )
+)
+"""Other names that change no number, or have been applied before attention is called."""
+
+PROBING = f"{PREFIX}probe"
 """The `attn_implementation` of the probe, whose forward call takes a `layer_probe`."""
+
+
+class MaskUsedError(AttributeError):
+    """A layer computes with its mask, so that its tokens may see others than the mask says."""
+
+    def __init__(self) -> None:
+        super().__init__("its layers compute with their masks, so a mask doesn't say what they see")
 
 
 class MaskProbe(msgspec.Struct, frozen=True):
@@ -44,6 +61,12 @@ class MaskProbe(msgspec.Struct, frozen=True):
 
     mask_function: Any
     local_size: int | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MaskUsedError
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise MaskUsedError
 
     def agrees(self, span: Span, max_position: int) -> bool:
         """Return whether the rule is causal within `span`, at edges and random positions."""
@@ -65,13 +88,25 @@ def probe_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -
     return MaskProbe(mask_function, local_size)
 
 
-def probe_layer(*args: Any, layer_probe: LayerProbe, **kwargs: Any) -> tuple[Tensor, None]:
+def probe_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    layer_probe: LayerProbe | None = None,
+    **call: Any,
+) -> tuple[Tensor, None]:
     """Take the arguments of `paged_attention`, and compute nothing.
 
     Raises:
         ModelError: As `LayerProbe.record`.
+        KeywordsLost: The layer drops keyword arguments.
     """
-    return layer_probe.record(*args, **kwargs), None
+    if layer_probe is None:
+        raise KeywordsLost(type(module))
+    return layer_probe.record(module, query, key, value, attention_mask, **call), None
 
 
 class LayerProbe:
@@ -103,8 +138,13 @@ class LayerProbe:
             self._refuse("its attention layers don't have a KV cache of their own each")
         if query.shape[1] % key.shape[1]:
             self._refuse("its query heads don't divide evenly among its KV heads")
-        if call.get("position_bias") is not None or call.get("is_causal") is False:
-            self._refuse(f"layer {index} uses a position bias or looks ahead")
+        if call.get("is_causal") is False:
+            self._refuse(f"layer {index} looks ahead")
+        known = _IGNORED.union(_CALL, ("is_causal",))
+        if unknown := [name for name in call.keys() - known if call[name] is not None]:
+            self._refuse(
+                f"layer {index} computes attention by `{min(unknown)}`, which is not known here"
+            )
         if not isinstance(mask, MaskProbe) or not mask.agrees(options.span, self._max_position):
             self._refuse(
                 f"the mask of layer {index} is neither causal, nor a sliding window, nor in chunks"
@@ -115,8 +155,9 @@ class LayerProbe:
         source = next(owners, None)
         self._kv[index] = (key, value)
         shape = key.shape[1], key.shape[-1], value.shape[-1]
-        self.layers[index] = LayerSpec(*shape, *options.span, source)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        is_latent = latent_of(module) is not None
+        self.layers[index] = LayerSpec(*shape, *options.span, source, is_latent)
+        return _empty_output(module, query, value)
 
     def finish(self, layers: range, *, others: bool) -> tuple[int, ...]:
         """Return the numbers of the attention layers, in order.
@@ -172,7 +213,7 @@ class ImageProbe(LayerProbe):
         if not any(fits):
             self._refuse("tokens of images see others than those before them and their own image")
         self._found[window is not None].add(fits[1])
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        return _empty_output(module, query, value)
 
     def look_ahead(self) -> LookAhead:
         """Return the layers in which an image's tokens see all of it.
@@ -190,7 +231,13 @@ class ImageProbe(LayerProbe):
         self._refuse("tokens of images see all of their image in some layers only")
 
 
-IMPLEMENTATION = "nano_paged"
+def _empty_output(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
+    latent = latent_of(module)
+    width = value.shape[-1] if latent is None else latent.value_dim
+    return query.new_zeros(1, query.shape[2], query.shape[1], width)
+
+
+IMPLEMENTATION = f"{PREFIX}paged"
 """The name for `attn_implementation`."""
 
 
@@ -223,7 +270,7 @@ def paged_attention(
         module: The attention layer; `layer_idx` is its index in the model.
         query: `[1, heads, tokens, key_dim]`.
         key: `[1, kv_heads, tokens, key_dim]`, rotated.
-        value: `[1, kv_heads, tokens, value_dim]`.
+        value: `[1, kv_heads, tokens, value_dim]`; of a latent layer, a part of the key.
         attention_mask: Ignored; the batch has the rule.
         attention_backend: Computes it.
         attention_batch: The step, prepared by the back end.
@@ -242,9 +289,16 @@ def paged_attention(
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
-    qkv = QKV(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    queries = query[0].transpose(0, 1)
     options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
-    return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None], None
+    latent = latent_of(module)
+    if latent is not None:
+        queries = latent.absorb(queries, attention_backend.multiply_heads)
+    qkv = QKV(queries, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    output = attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)
+    if latent is not None:
+        output = latent.project(output, attention_backend.multiply_heads)
+    return output[None], None
 
 
 def _options_of(query: Tensor, call: Mapping[str, Any]) -> AttentionOptions:

@@ -55,7 +55,7 @@ def inference() -> Iterator[None]:
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """That of one of the libraries, which is used then."""
     found, one = request.param
-    monkeypatch.setitem(cpu._LIBRARIES, found, (one,))
+    monkeypatch.setitem(cpu.LIBRARIES, found, (one,))
     cpu.library.cache_clear()
     cpu._chosen.cache_clear()
     try:

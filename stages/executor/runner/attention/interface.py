@@ -25,6 +25,7 @@ from .....config import ModelError
 from ..attention_options import AttentionOptions, Span
 from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
+from ..media import LookAhead
 from .backend import QKV, AttentionBackend
 from .carried import KeywordsLost
 from .latent import PREFIX, latent_of
@@ -199,7 +200,8 @@ class LayerProbe:
 
 
 class ImageProbe(LayerProbe):
-    """Checks, in a pass over text and images, that the tokens of an image see all of that image."""
+    """Finds, in a pass over text and images, the layers in which the tokens of an image see all of
+    that image."""
 
     def __init__(self, architecture: str, kinds: Tensor) -> None:
         """`kinds`: `[tokens]`, 1 for an image's token, 0 for text between images."""
@@ -208,20 +210,42 @@ class ImageProbe(LayerProbe):
         following = torch.where(kinds == 0, places, len(kinds))
         # The last token before the next one of text, of which there is one at the end.
         ends = following.flip(0).cummin(0).values.flip(0) - 1
-        self._reach = torch.where(kinds == 1, ends, places)
+        self._reaches = places, torch.where(kinds == 1, ends, places)
+        self._found: dict[bool, set[bool]] = {False: set(), True: set()}
 
     def record(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
     ) -> Tensor:
-        window = _options_of(query, call).window or len(self._reach)
-        places = torch.arange(len(self._reach))
-        seen = (places <= self._reach[:, None]) & (places > places[:, None] - window)
+        window = _options_of(query, call).window
+        places, _ = self._reaches
+        low = places[:, None] - (window or len(places))
         zero = torch.zeros((), dtype=torch.long)
-        if not isinstance(mask, MaskProbe) or not torch.equal(
-            mask.mask_function(zero, zero, places[:, None], places).cpu(), seen
-        ):
+        fits = [False, False]
+        if isinstance(mask, MaskProbe):
+            seen = mask.mask_function(zero, zero, places[:, None], places).cpu()
+            fits = [
+                torch.equal((places <= reach[:, None]) & (places > low), seen)
+                for reach in self._reaches
+            ]
+        if not any(fits):
             self._refuse("tokens of images see others than those before them and their own image")
+        self._found[window is not None].add(fits[1])
         return _empty_output(module, query, value)
+
+    def look_ahead(self) -> LookAhead:
+        """Return the layers in which an image's tokens see all of it.
+
+        Raises:
+            ModelError: They are neither all layers, nor those with a sliding window.
+        """
+        full, windows = self._found[False], self._found[True]
+        if full | windows <= {False}:
+            return "nowhere"
+        if full | windows == {True}:
+            return "everywhere"
+        if full == {False} and windows == {True}:
+            return "windows"
+        self._refuse("tokens of images see all of their image in some layers only")
 
 
 def _empty_output(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ in every sequence a token's place in the batch is another one than its position.
 _TOLERANCE = 1e-3
 """The largest relative difference of a token's logits; rounding in float32 makes about 1e-5."""
 
-_SPANS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale")
+_SPANS = (
+    *("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale", "index_topk"),
+)
 """Names of widths in tokens: of windows, chunks, and steps of a temperature by position."""
 
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers")
@@ -290,6 +292,9 @@ def _small_configs(
         for name in _SPANS:
             if isinstance(tokens := getattr(text, name, None), int) and tokens:
                 setattr(text, name, min(tokens, _WINDOW))
+        if getattr(text, "index_n_heads", None):
+            # Sums over fewer heads are often equal, and of these any may be chosen.
+            text.index_n_heads = max(text.index_n_heads, 32)
         rope = getattr(text, "rope_parameters", None) or {}
         if rope.get("llama_4_scaling_beta"):
             text.rope_parameters = rope | {"original_max_position_embeddings": _WINDOW}

@@ -28,13 +28,13 @@ from nano_inference.stages.executor.runner.adapters.table import AdapterTable
 from ..sections import read
 from . import model
 from .constraints import Constrained
-from .states import SimulatedStates
+from .states import SimulatedStates, State
 from .tiers import Block, SimulatedTiers
 
 STEP_NS, TOKEN_NS = 1_500_000, 20_000
 """Device time of a step, and of each of its tokens."""
 
-MAKES = Callable[[list[Block], int], SimulatedTiers]
+MAKES = Callable[[list[Block], int, list[State] | None], SimulatedTiers]
 """Makes tiers for a KV cache and the version of the weights that were loaded."""
 
 
@@ -125,7 +125,10 @@ class SimulatedExecutor:
             self._module.weight.zero_()
         self._blocked: WeightsError | None = None
         self._in_place = (0, 0)
-        self.tiers = make_tiers(self._blocks, 0) if make_tiers is not None else None
+        snapshots = self.states.snapshots if self.states is not None else None
+        self.tiers = None
+        if make_tiers is not None:
+            self.tiers = make_tiers(self._blocks, 0, snapshots)
         # Parts of the real core that the shell reads.
         device = torch.device("cpu")
         self.model = SimpleNamespace(

@@ -138,6 +138,7 @@ class SimulatedExecutor:
             module=self._module,
             whole=self._module,
             shards=None,
+            latent_attention=False,
         )
         self.adapters = AdapterTable(self.model, AdapterLimits())  # type: ignore[arg-type]
         backend = SimpleNamespace(name="simulated")

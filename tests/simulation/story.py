@@ -311,9 +311,6 @@ def _with_states(story: Story) -> Story:
         snapshots=choice((0, 1, 3, 8, 32, 128)),
         snapshot_blocks=choice((0, 1, 3)),
         drafts=0,
-        roles=(),
-        host_slots=0,
-        disk_blocks=0,
     )
 
 

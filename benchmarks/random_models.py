@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from workloads import SHAPES
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
@@ -30,10 +30,14 @@ SURE_LOGIT = 24.0
 def random_model(
     shape: dict[str, Any], dtype: torch.dtype, device: str = "cpu", seed: int = 0
 ) -> Any:
-    """Return a Transformers model without gradients; `shape` has arguments of Qwen2Config."""
+    """Return a Transformers model without gradients.
+
+    `shape` has arguments of Qwen2Config, or of the configuration of its "model_type".
+    """
     torch.manual_seed(seed)
+    config = AutoConfig.for_model(**{"model_type": "qwen2", **shape})
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -32,6 +32,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "L": qwen2(3584, 18_944, 28, (28, 4), 152_064) | {"tie_word_embeddings": False},
     # Between S and T, for float32 on few cores
     "M": qwen2(512, 2048, 8, (8, 2), 32_768),
+    # Qwen3.5-0.8B's: a Gated DeltaNet in three of four layers
+    "Q": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "vocab_size": 248_320,
+        "tie_word_embeddings": True,
+    },
     # The bundled model's size, where overheads are most of a step
     "T": qwen2(128, 512, 4, (4, 2), 4096),
 }

@@ -59,6 +59,9 @@ AUDIT_SEQ_ID = -2
 """The sequence that computes a block of the KV tiers again. It belongs to no request."""
 
 
+MoveKind = Literal["store", "load", "fetch", "write", "offer", "drop", "compare"]
+
+
 class KVMove(InternalPart, frozen=True, array_like=True):
     """A move of one unit, a block or a snapshot, between the KV cache and the tiers below it.
 
@@ -80,7 +83,7 @@ class KVMove(InternalPart, frozen=True, array_like=True):
         state: Whether it is a snapshot of a recurrent state.
     """
 
-    kind: Literal["store", "load", "fetch", "write", "offer", "drop", "compare"]
+    kind: MoveKind
     name: bytes
     slot: int = -1
     block_id: int = -1

@@ -38,7 +38,11 @@ def embeds_only(folder: Path) -> bool:
     config = read_json(folder_of(folder) / "config.json", None)
     if not isinstance(config, dict):
         return False
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+    # "vision" is attention among the tokens of an image, in a model that generates.
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention") in (
+        True,
+        "all",
+    ):
         return True
     if config.get("is_decoder"):
         return False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from ...bus.kv_events import Medium
 from ...bus.messages import DEFAULT_SCOPE, CacheScope, RemoteBlocks
 from ...bus.sections import Sections
 from ...bus.steps import KVMove
@@ -38,6 +39,8 @@ class Allocation:
         num_loaded: Blocks that were loaded from below the device at the start.
         fetching_since_ns: When it began to wait for blocks from below the device; 0 if it did not.
         remote: Blocks in another executor's memory, by their names here, until the start.
+        remote_states: Snapshots there, likewise by the names of their blocks.
+        fetched_states: Names of snapshots that were fetched since the allocation last held any.
     """
 
     token_ids: Sequence[int]
@@ -54,6 +57,8 @@ class Allocation:
     num_loaded: int = 0
     fetching_since_ns: int = 0
     remote: Mapping[bytes, Any] = field(default_factory=dict)
+    remote_states: Mapping[bytes, Any] = field(default_factory=dict)
+    fetched_states: Set[bytes] = NO_NAMES
     whole_blocks: bool = False
     num_found: int = 0
 
@@ -65,6 +70,14 @@ class Allocation:
         """Forget what was found in the index."""
         self.nodes.clear()
         self.num_known = 0
+
+
+class UnitLog(Protocol):
+    """A log of the blocks, or the snapshots, that can be found in a medium; see `KVEventLog`."""
+
+    def store_below(self, medium: Medium, name: bytes) -> None: ...
+    def remove_below(self, medium: Medium, name: bytes) -> None: ...
+    def lose(self, medium: Medium) -> None: ...
 
 
 class Follower:
@@ -108,9 +121,11 @@ class States(Follower):
 
     Attributes:
         exists: Whether layers of the model have a recurrent state.
+        log: Log of the snapshots that can be found; None for no log.
     """
 
     exists = False
+    log: UnitLog | None = None
 
     def usable(self, allocation: Allocation, num_blocks: int) -> int:
         """Return how many of so many leading blocks that were found an allocation can start with:
@@ -120,7 +135,8 @@ class States(Follower):
 
     def follows(self, allocation: Allocation, num_blocks: int) -> bool:
         """Return whether an allocation waits for a snapshot beyond so many blocks, which another
-        one is about to make. Otherwise it is expected to start with the next plan.
+        one is about to make, or which there is no place to load to. Otherwise it is expected to
+        start with the next plan.
         """
         return False
 
@@ -133,6 +149,38 @@ class States(Follower):
 
     def release(self, allocation: Allocation) -> None:
         """Keep the snapshot of `hold` no longer, if there is one."""
+
+    def demote(self, allocation: Allocation, *, stores: bool) -> None:
+        """Let the snapshot at the end of the blocks that an allocation holds be given out next.
+
+        Until then it can be found. `stores`: whether to store it below the device now.
+        """
+
+    # --- for the memory below the device ------------------------------------------------------
+
+    def number_of(self, name: bytes) -> int:
+        """Return the number of the snapshot at the end of a block; -1 for none on the device."""
+        return -1
+
+    def name_of(self, number: int) -> bytes | None:
+        """Return the name of the block at whose end a snapshot is, if it can be found."""
+        return None
+
+    def last(self, seq_id: int, allocation: Allocation, num_blocks: int) -> tuple[int, int]:
+        """Return the last snapshot of so many leading blocks of a started sequence, also one that a
+        plan so far makes: the blocks before it, and its number. 0 and -1 for none."""
+        return 0, -1
+
+    def audit(self, seq_id: int, num_tokens: int) -> int:
+        """Have the next plan save the state of a sequence of no request, so that none finds it.
+
+        Returns:
+            The number, which is in use until `end_audit`; -1 if there is none.
+        """
+        return -1
+
+    def end_audit(self) -> None:
+        """Give back the number of `audit`, if there is one."""
 
 
 class Below(Follower):
@@ -189,11 +237,33 @@ class Below(Follower):
     def store(self, name: bytes, block_id: int) -> None:
         """Store a block of the device."""
 
+    # --- the device's snapshots ---------------------------------------------------------------
+
+    def reach(self, names: Sequence[bytes], num_blocks: int) -> int:
+        """Return the number of leading names at whose end a snapshot is loaded at a start, if that
+        pays, against computing the blocks after the first `num_blocks`; else that number."""
+        return num_blocks
+
+    def load_state(self, name: bytes, take: Callable[[], int]) -> None:
+        """Load a snapshot that `reach` has found.
+
+        Args:
+            name: Its name.
+            take: Returns the number of the device's snapshot to load it to, which may be stored
+                before.
+        """
+
+    def store_state(self, name: bytes, number: int) -> None:
+        """Store a snapshot of the device, whose number is about to be given out again."""
+
+    def made_state(self, number: int, allocation: Allocation) -> None:
+        """An allocation's new snapshot can be found on the device."""
+
     # --- between executors --------------------------------------------------------------------
 
-    def describe(self) -> tuple[str, str, str]:
-        """Return `address`, `layout` and `model` of RemoteBlocks."""
-        return "", "", ""
+    def describe(self) -> tuple[str, str, str, str]:
+        """Return `address`, `layout`, `model` and `states_address` of RemoteBlocks."""
+        return "", "", "", ""
 
     def expect(self, allocation: Allocation, remote: RemoteBlocks) -> None:
         """Let an allocation fetch blocks that another executor offers, if they are its own."""
@@ -201,11 +271,12 @@ class Below(Follower):
     def offer(
         self, seq_id: int, allocation: Allocation, num_tokens: int, now_ns: int
     ) -> tuple[int, list[KVMove]]:
-        """Offer the full blocks of a started sequence's leading tokens to another executor.
+        """Offer the full blocks of a started sequence's leading tokens to another executor, and
+        with the last one the last snapshot.
 
         Returns:
-            The number of blocks offered before; and the moves of the others, after the step that
-            computes the last of these blocks.
+            The number of blocks offered before; and the moves of the others and of the snapshot,
+            after the step that computes the last of these blocks.
         """
         return 0, []
 

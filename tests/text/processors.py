@@ -37,6 +37,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 _QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_GLM = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>")
 _TILES = tuple(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7))
 _FAKE = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 _SPLIT = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
@@ -68,6 +69,22 @@ FAMILIES = {
             "patch_size": 16,
             "size": {"shortest_edge": 32 * 32, "longest_edge": 40_000},
         },
+    ),
+    "glm4v": Family(
+        "glm4v",
+        "Glm4vProcessor",
+        "Glm4vImageProcessorPil",
+        "<|image|>",
+        others=_GLM,
+        image_settings={"size": {"shortest_edge": 28 * 28, "longest_edge": 80_000}},
+    ),
+    "glm46v": Family(
+        "glm46v",
+        "Glm46VProcessor",
+        "Glm46VImageProcessorPil",
+        "<|image|>",
+        others=_GLM,
+        image_settings={"size": {"shortest_edge": 28 * 28, "longest_edge": 80_000}},
     ),
     "llava": Family(
         "llava",
@@ -135,6 +152,21 @@ FAMILIES = {
         },
         settings={"image_seq_length": 4},
         image_settings={"size": {"height": 32, "width": 32}},
+    ),
+    "gemma4": Family(
+        "gemma4",
+        "Gemma4Processor",
+        "Gemma4ImageProcessorPil",
+        "<|image|>",
+        named={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        image_settings={"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
     ),
     "idefics3": Family(
         "idefics3",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,6 @@ from ....bus.media import MediaItem
 from ....bus.steps import NewSequence, StepPlan
 from ....config import EngineConfig
 from ..runner.interface import (
-    DeepFeatures,
     IntArray,
     LoadedModel,
     MediaEmbeddings,
@@ -63,9 +63,10 @@ class SequenceImages:
         token_bytes = (1 + vision.num_deep) * width * model.dtypes.activations.itemsize
         cache_tokens = config.image_cache_bytes // token_bytes
         most = min(config.max_image_tokens_per_step, cache_tokens, model.max_model_len)
-        if vision.sees_itself:
+        self._looks_ahead = vision.looks_ahead != "nowhere"
+        if self._looks_ahead:
             most = min(most, config.max_tokens_per_batch)
-        self.capacity = ImageCapacity(most, cache_tokens, vision.sees_itself)
+        self.capacity = ImageCapacity(most, cache_tokens, self._looks_ahead)
         self._failed: dict[str, Cancel] = {}
         self._spoiled: dict[int, None] = {}
 
@@ -87,7 +88,7 @@ class SequenceImages:
         except MediaError as error:
             self._fail(row, str(error))
         reach: IntArray | None = None
-        if self._vision.sees_itself:
+        if self._looks_ahead:
             reach = np.arange(len(prompt))
             for own in places:
                 reach[own] = own[-1]
@@ -121,10 +122,10 @@ class SequenceImages:
         """Return whether embeddings or positions of a step differ by images."""
         return bool(self._table.position_shift[rows].any()) or self.in_step(rows, starts)
 
-    def reach(self, rows: IntArray, batch: Rows) -> IntArray | None:
-        """Return `Rows.reach` of a step. `rows`: of the table, in batch order."""
-        if not self._vision.sees_itself:
-            return None
+    def look_ahead(self, rows: IntArray, batch: Rows) -> Rows:
+        """Return a step with its `reach`. `rows`: of the table, in batch order."""
+        if not self._looks_ahead:
+            return batch
         first_token = np.cumsum(batch.num_tokens) - batch.num_tokens
         reach = batch.flat[1].copy()
         for index, row in self._before_images_end(rows, batch.starts):
@@ -132,7 +133,8 @@ class SequenceImages:
             assert own is not None
             part = own[batch.starts[index] : batch.contexts[index]]
             reach[first_token[index] : first_token[index] + len(part)] = part
-        return reach
+        in_windows = self._vision.looks_ahead == "windows"
+        return replace(batch, reach=reach, reach_in_windows=in_windows)
 
     def put_in(self, inputs: StepInputs, rows: IntArray, batch: Rows) -> StepInputs:
         """Return the inputs of a step with its images.
@@ -155,7 +157,7 @@ class SequenceImages:
         if self._vision.rotates_in_space:
             changes["position_ids"] = self._rotary_positions(rows, batch, first_token)
         if parts:
-            changes |= self._embed(inputs, parts)
+            changes["media"] = self._arguments(inputs, parts)
         return msgspec.structs.replace(inputs, **changes)
 
     # --- inside -------------------------------------------------------------------------------
@@ -189,17 +191,12 @@ class SequenceImages:
             self._fail(row, str(error))
         return None
 
-    def _embed(self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]) -> dict[str, Any]:
-        """Return `embeddings` and `deep` of a step."""
-        targets = np.concatenate([targets for targets, _ in parts])
-        (index,) = self._upload(targets)
-        hidden = self._vision.embed(inputs.input_ids)
-        rows = torch.cat([rows for _, rows in parts], 1).to(hidden.dtype)
-        embeddings = hidden.index_copy(1, index, rows[:1])
-        if not self._vision.num_deep:
-            return {"embeddings": embeddings}
-        places = torch.zeros_like(inputs.input_ids, dtype=torch.bool).index_fill_(1, index, True)
-        return {"embeddings": embeddings, "deep": DeepFeatures(places, rows[1:])}
+    def _arguments(
+        self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]
+    ) -> Mapping[str, Any]:
+        (places,) = self._upload(np.concatenate([targets for targets, _ in parts]))
+        rows = torch.cat([rows for _, rows in parts], 1)
+        return self._vision.arguments(inputs.input_ids, places, rows)
 
     def _fail(self, row: int, why: str) -> None:
         info = self._table.info[row]

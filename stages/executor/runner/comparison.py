@@ -42,13 +42,16 @@ _LARGEST = 1 << 27
 """Parameters, 512 MiB in float32."""
 _MOST_LEN = 64
 
-_STEPS = ((4, 0), (2, 5), (1, 1), (2, 1))
-"""Tokens of two sequences in each step: whole prompts and chunks, beside others and alone."""
+_STEPS = ((4, 0, 0), (2, 5, 0), (1, 1, 6), (2, 1, 1), (1, 4, 1))
+"""Tokens of the sequences in each step: whole prompts and chunks, beside others and alone, so that
+in every sequence a token's place in the batch is another one than its position."""
 
 _TOLERANCE = 1e-3
 """The largest relative difference of a token's logits; rounding in float32 makes about 1e-5."""
 
-_SPANS = ("sliding_window", "attention_chunk_size", "floor_scale")
+_SPANS = (
+    *("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale", "index_topk"),
+)
 """Names of widths in tokens: of windows, chunks, and steps of a temperature by position."""
 
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers")
@@ -72,15 +75,19 @@ def compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
     if model.device.type != "cpu" or model.dtypes.weights != torch.float32:
         kernels = "off"  # not loaded here; they are compared module by module
     name = type(model.module).__name__
-    key = f"{id(type(model.module))} {kernels} {model.hf_config.to_json_string(use_diff=False)}"
+    sizes = model.hf_config.to_json_string(use_diff=False)
+    key = f"{id(type(model.module))} {kernels} {model.latent_attention} {sizes}"
     if key in _passed:
         return
     kind = type(model.module)
     small, logits = _small_model(name, model.hf_config, kind)
     block_size = 4
     settings = EngineConfig(kernels=kernels, block_size=block_size, deterministic=False)
-    own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN)
-    cache = KVCache(own, 2 * -(-_MOST_LEN // block_size), block_size, num_slots=2)
+    latents = "auto" if any(spec.is_latent for spec in model.layers) else "off"
+    own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN, latent_attention=latents)
+    count = len(_STEPS[0])
+    blocks = count * -(-_MOST_LEN // block_size)
+    cache = KVCache(own, blocks, block_size, num_slots=count)
     backend, without_kernels = choose_backend(settings, own)
     if not without_kernels and own.mixers is not None:
         own.mixers.use_kernels(own.dtypes.activations, own.device)
@@ -203,9 +210,16 @@ def _filled(
     decoder: Any = whole
     inner = decoder.get_decoder()
     used = {id(each) for part in (inner, decoder.get_output_embeddings()) for each in _own(part)}
+    # Numbers that the model computes itself, such as decays that depend on each other; but not a
+    # router's bias, which begins as zeros.
+    computed = {
+        name
+        for name, each in module.named_buffers()
+        if each.dtype.is_floating_point and each.numel() > 1 and each.std() > 0
+    }
     seen: dict[int, Tensor] = {}
     for name, tensor in whole.state_dict(keep_vars=True).items():
-        if id(tensor) not in used or not tensor.dtype.is_floating_point:
+        if id(tensor) not in used or not tensor.dtype.is_floating_point or name in computed:
             continue
         if id(tensor) not in seen:
             numbers = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
@@ -224,12 +238,11 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 def _stepwise(
     model: LoadedModel, cache: KVCache, builder: InputBuilder, fast: FastModules | None
 ) -> list[Tensor]:
-    """Return the logits of all tokens of each sequence, computed in steps of both."""
+    """Return the logits of all tokens of each sequence, computed in steps of several."""
     sequences, size = _sequences(), cache.block_size
-    width = cache.num_blocks // 2
-    tables = np.arange(2 * width).reshape(2, width)
-    done = np.zeros(2, dtype=np.int64)
-    logits: list[list[Tensor]] = [[], []]
+    tables = np.arange(cache.num_blocks).reshape(len(sequences), -1)
+    done = np.zeros(len(sequences), dtype=np.int64)
+    logits: list[list[Tensor]] = [[] for _ in sequences]
     for step in _STEPS:
         counts = np.array(step)
         chosen = np.flatnonzero(counts)
@@ -279,6 +292,12 @@ def _small_configs(
         for name in _SPANS:
             if isinstance(tokens := getattr(text, name, None), int) and tokens:
                 setattr(text, name, min(tokens, _WINDOW))
+        if getattr(text, "index_n_heads", None):
+            # Sums over fewer heads are often equal, and of these any may be chosen.
+            text.index_n_heads = max(text.index_n_heads, 32)
+        rope = getattr(text, "rope_parameters", None) or {}
+        if rope.get("llama_4_scaling_beta"):
+            text.rope_parameters = rope | {"original_max_position_embeddings": _WINDOW}
         before = {name: getattr(text, name) for name in own[0]} if own else {}
         if head_dim != 0:
             _cut_widths(text, size, head_dim)

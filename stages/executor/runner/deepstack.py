@@ -7,14 +7,32 @@ them only together with the images' pixels. A hook passes on ours.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ....config import ModelError
-from .media import DeepFeatures
 
 _MASK, _FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
+
+
+class DeepFeatures(NamedTuple):
+    """Features of the images of a step.
+
+    Attributes:
+        places: `[1, tokens]`, true for the images' tokens.
+        features: `[layers, image tokens, hidden]`, in the order of the tokens.
+    """
+
+    places: Tensor
+    features: Tensor
+
+
+def deep_features(input_ids: Tensor, places: Tensor, features: Tensor) -> DeepFeatures:
+    """Return the features of a step; `places`: the indices of the images' tokens, rising."""
+    marks = torch.zeros_like(input_ids, dtype=torch.bool)
+    return DeepFeatures(marks.index_fill_(1, places, True), features)
 
 
 def num_deep_layers(module: Any) -> int:

@@ -19,7 +19,7 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -141,6 +141,8 @@ class FixedTiles(TorchFunctionMode):
             return reduce(operator.add, terms)
         if right.dim() == 2:
             return self.linear(left, right.t())
+        if isinstance(left if left._base is None else left._base, nn.Parameter):
+            return self._columns(left, right)
         shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         left, right = (each.expand(*shape, -1, -1) for each in (left, right))
         output = self.bmm(left.flatten(0, -3), right.flatten(0, -3))
@@ -150,6 +152,17 @@ class FixedTiles(TorchFunctionMode):
         """`torch.bmm`, matrix by matrix."""
         pairs = zip(left, right, strict=True)
         return torch.stack([self.linear(rows, matrix.t()) for rows, matrix in pairs])
+
+    def _columns(self, weights: Tensor, columns: Tensor) -> Tensor:
+        """Product of weights, `[..., out, in]`, with columns of one token each."""
+        shape = torch.broadcast_shapes(weights.shape[:-2], columns.shape[:-2])
+        pairs = zip(
+            weights.expand(*shape, -1, -1).flatten(0, -3),
+            columns.expand(*shape, -1, -1).flatten(0, -3),
+            strict=True,
+        )
+        found = torch.stack([self.linear(rows.mT, weight).mT for weight, rows in pairs])
+        return found.view(*shape, *found.shape[1:])
 
     def addmm(self, bias: Tensor, rows: Tensor, matrix: Tensor, **others: Any) -> Tensor:
         """`torch.addmm` with a bias `[out]`, GPT-2's form of a linear layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from .loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from .adapters.table import AdapterStep
-    from .media import DeepFeatures
     from .mixers.step import StateStep
     from .ranks.pipelining import PipelineRank
 
@@ -37,10 +37,8 @@ class StepInputs(msgspec.Struct, frozen=True):
         adapters: The tokens' adapters; None for none.
         source: The arguments of `InputBuilder.build`, for other ranks.
         pipeline: As of LoadedModel.
-        embeddings: `[1, tokens, hidden]`, in place of `input_ids`; None if no token is of an
-            image.
-        states: The recurrent states that the step reads and writes; None for a model without.
-        deep: Features of images that layers add; None for none.
+        media: Arguments of the forward call in place of `input_ids`, by name; None if no token is
+            of an image.
     """
 
     input_ids: Tensor
@@ -51,9 +49,8 @@ class StepInputs(msgspec.Struct, frozen=True):
     adapters: AdapterStep | None = None
     source: tuple[Rows, IntArray, IntArray] | None = None
     pipeline: PipelineRank | None = None
-    embeddings: Tensor | None = None
+    media: Mapping[str, Any] | None = None
     states: StateStep | None = None
-    deep: DeepFeatures | None = None
 
 
 @torch.inference_mode()
@@ -83,14 +80,14 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
         "attention_batch": inputs.attention,
         "kv_cache": cache,
     }
+    if cache.index_keys and inputs.source is not None:
+        call["step_rows"] = inputs.source[0]
     if (pipeline := inputs.pipeline) is None:
         output: Any
-        if inputs.embeddings is None:
+        if inputs.media is None:
             call["input_ids"] = inputs.input_ids
         else:
-            call["inputs_embeds"] = inputs.embeddings
-            if inputs.deep is not None:
-                call["deep_features"] = inputs.deep
+            call |= inputs.media
         if inputs.states is None:
             output = model(**call)
         else:

@@ -16,6 +16,7 @@ from .shards import ShardedWeights
 from .state.kinds import LayerState, StateTensor
 
 if TYPE_CHECKING:
+    from .attention.indexers import IndexKeys
     from .media import MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
@@ -48,6 +49,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
         window: As in Span.
         chunk: Likewise.
         source: The `layer_idx` of the layer whose keys and values it reads; None if it has its own.
+        is_latent: Whether values are the first numbers of the keys, and not kept again.
     """
 
     num_kv_heads: int
@@ -56,6 +58,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     window: int | None
     chunk: int | None = None
     source: int | None = None
+    is_latent: bool = False
 
     @property
     def span(self) -> Span:
@@ -63,10 +66,10 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return Span(self.window, self.chunk)
 
     def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the state: keys, and values, unless they are another layer's."""
+        """Return the state: keys, and values unless they are in the keys; or another layer's."""
         if self.source is not None:
             return ()
-        widths = (self.key_dim, self.value_dim)
+        widths = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
         return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
 
 
@@ -94,6 +97,9 @@ class LoadedModel:
         is_shared: Whether a caller shares the module and may replace its weights between steps.
         shards: The whole model's tensors, if the module is one rank's shard; else None.
         pipeline: This rank's place among several stages; None if there is one.
+        latent_attention: "in use", or why latent attention runs with the keys and values of all
+            heads; "" for a model without it.
+        index_keys: Of layers whose indexers choose the tokens that a query sees.
         encoders: Encoders of the media that the model takes, one for each kind.
     """
 
@@ -115,11 +121,13 @@ class LoadedModel:
     shards: ShardedWeights | None = None
     pipeline: PipelineRank | None = None
     encoders: tuple[MediaEncoder, ...] = ()
+    latent_attention: str = ""
+    index_keys: tuple[IndexKeys, ...] = ()
 
     @property
     def states(self) -> tuple[LayerState, ...]:
         """The state that layers keep of a sequence: attention first, in the order of `layers`."""
-        return (*self.layers, *self.other_states)
+        return (*self.layers, *self.other_states, *self.index_keys)
 
     @cached_property
     def index_of(self) -> dict[int, int]:
@@ -152,8 +160,13 @@ class LoadedModel:
     def base(self) -> nn.Module:
         """The part that returns the last hidden states."""
         module: Any = self.module
-        base: nn.Module = module.get_decoder() if self.encoders else module.base_model
+        base: nn.Module = module.get_decoder() if self.is_part else module.base_model
         return base
+
+    @property
+    def is_part(self) -> bool:
+        """Whether tokens pass through a part of the module, beside others such as for images."""
+        return self.hf_config.get_text_config() is not self.hf_config
 
     @property
     def vision(self) -> MediaEncoder | None:

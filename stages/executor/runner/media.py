@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 from torch import Tensor
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 SUPPORTED = frozenset(
     (
         "gemma3",
+        "gemma4",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
         "idefics3",
         "internvl",
         "llava",
@@ -32,6 +36,10 @@ SUPPORTED = frozenset(
 )
 """Kinds of models whose images are served. In others an image may be more than embeddings in place
 of tokens, positions, and features that the first layers add."""
+
+LookAhead = Literal["nowhere", "windows", "everywhere"]
+"""Layers in which an item's tokens see each other in both directions: none, those with a sliding
+window, or all."""
 
 MediaKey = tuple[str, int]
 """`MediaItem.key`."""
@@ -53,31 +61,19 @@ class Positions(msgspec.Struct, frozen=True):
     shift: int
 
 
-class DeepFeatures(msgspec.Struct, frozen=True):
-    """Features of the media of a step, which the first layers add to their outputs (DeepStack).
-
-    Attributes:
-        places: `[1, tokens]`, true for the media's tokens.
-        features: `[layers, media tokens, hidden]`, in the order of the tokens.
-    """
-
-    places: Tensor
-    features: Tensor
-
-
 class MediaEncoder(Protocol):
     """Makes embeddings of media of one kind, item by item, so that an embedding's bits don't depend
     on other items.
 
     Attributes:
         kind: As `MediaItem.kind`.
-        sees_itself: Whether an item's tokens see each other in both directions.
+        looks_ahead: Layers in which an item's tokens see each other in both directions.
         num_deep: Layers of the language model that add features of their own to their outputs at an
             item's places (DeepStack).
     """
 
     kind: str
-    sees_itself: bool
+    looks_ahead: LookAhead
     num_deep: int
 
     @property
@@ -88,8 +84,14 @@ class MediaEncoder(Protocol):
     def rotates_in_space(self) -> bool:
         """Whether an item's tokens have positions in several dimensions."""
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, `[..., hidden]`, as the model computes them."""
+    def arguments(self, input_ids: Tensor, places: Tensor, rows: Tensor) -> Mapping[str, Any]:
+        """Return the arguments of the model's forward call in place of `input_ids`.
+
+        Args:
+            input_ids: `[1, tokens]`.
+            places: `[media tokens]`, indices of the tokens of media, rising.
+            rows: `[1 + num_deep, media tokens, hidden]`, as from `encode`.
+        """
 
     def encode(self, item: MediaItem, stored: StoredImage) -> Tensor:
         """Return an item's embeddings and the features that layers add,

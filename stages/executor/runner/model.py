@@ -30,6 +30,7 @@ from ....text.context_length import longest_context
 from ....text.gguf_facts import LINK, facts_of
 from ....text.model_folder import folder_of
 from ....text.pooling_config import embeds_only
+from .attention.carried import KeywordsLost, carry_keywords
 from .attention.interface import (
     IMPLEMENTATION,
     PROBING,
@@ -37,6 +38,7 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
+from .attention.latent import keep_latents
 from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
@@ -49,7 +51,8 @@ from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
-    from .media import MediaEncoder
+    from .attention.indexers import IndexKeys
+    from .media import LookAhead, MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
 
@@ -107,7 +110,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
         from .vision import find_image_processor
 
         processor = find_image_processor(folder)
-    model = wrap_model(module, config.max_model_len, image_processor=processor)
+    model = wrap_model(
+        module,
+        config.max_model_len,
+        image_processor=processor,
+        latent_attention=config.latent_attention,
+    )
     return replace(model, is_shared=False)
 
 
@@ -143,6 +151,7 @@ def wrap_model(
     pipeline: PipelineRank | None = None,
     *,
     image_processor: Any = None,
+    latent_attention: str = "auto",
 ) -> LoadedModel:
     """Wrap a Transformers model that is already in memory, such as a trainer's.
 
@@ -154,6 +163,7 @@ def wrap_model(
         max_model_len: As in EngineConfig.
         pipeline: As of LoadedModel.
         image_processor: Transformers' own; None for text alone.
+        latent_attention: As in EngineConfig.
 
     Raises:
         ModelError: The model is not supported.
@@ -173,8 +183,10 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
+    latents = keep_latents(module, wanted=latent_attention != "off")
     mixers = load_mixers(module)
-    probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
+    index_keys = _take_indexers(module)
+    probe = _probe_layers(module, limit, weight.device, pipeline, mixers, indexed=bool(index_keys))
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     # Of a model that generates, the comparison at load shows whether other layers mix tokens.
     indices = probe.finish(own, others=mixers is not None and generates)
@@ -182,8 +194,7 @@ def wrap_model(
     if image_processor is not None:
         from .vision import VisionModel
 
-        sees_itself = _images_see_themselves(module)
-        encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
+        encoders = (VisionModel(module, image_processor, _look_ahead(module)),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     provide_lengths(module)
     return LoadedModel(
@@ -203,12 +214,25 @@ def wrap_model(
         is_shared=True,
         pipeline=pipeline,
         encoders=encoders,
+        latent_attention=latents,
+        index_keys=index_keys,
     )
 
 
 def _attention_of(hf_config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     """Return `attn_implementation` with our attention in the language part alone."""
-    return {"text_config": name} if hf_config.model_type in SUPPORTED else name
+    text = hf_config.get_text_config()
+    if not takes_images(hf_config) or text is hf_config:
+        return name
+    return {part: name for part in hf_config.sub_configs if getattr(hf_config, part, None) is text}
+
+
+def takes_images(hf_config: PreTrainedConfig) -> bool:
+    """Return whether the model is loaded with a part for images, supported here or not."""
+    if hf_config.model_type in SUPPORTED:
+        return True
+    kind = type(hf_config)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -251,14 +275,9 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
     _check_no_decoder_beside(hf_config)
     if model_class is None:
         mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-        if kind in SUPPORTED:
+        if takes_images(hf_config):
             mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         elif type(hf_config) not in mapping:
-            if type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-                raise ModelError(
-                    f"{kind} takes images in a way that is not supported; choose one of "
-                    f"{', '.join(sorted(SUPPORTED))}"
-                )
             raise ModelError(f"{kind} is not a causal language model; choose one that is")
         model_class = _class_of(mapping, hf_config)
     text = hf_config.get_text_config()
@@ -292,7 +311,7 @@ def _load_weights(
     if not without_output:
         options["attn_implementation"] = _attention_of(hf_config, IMPLEMENTATION)
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
-    if not without_output and hf_config.model_type in SUPPORTED:
+    if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
     if is_gguf := (folder / LINK).is_file():
@@ -392,6 +411,14 @@ def load_mixers(module: nn.Module) -> Mixers | None:
     return find_mixers(module)
 
 
+def _take_indexers(module: nn.Module) -> tuple[IndexKeys, ...]:
+    if all(getattr(each, "indexer", None) is None for each in module.modules()):
+        return ()
+    from .attention.indexers import take_indexers
+
+    return take_indexers(module)
+
+
 @torch.no_grad()
 def _probe_layers(
     module: Any,
@@ -399,9 +426,11 @@ def _probe_layers(
     device: torch.device,
     pipeline: PipelineRank | None,
     mixers: Mixers | None,
+    *,
+    indexed: bool,
 ) -> LayerProbe:
     name = type(module).__name__
-    probe = LayerProbe(name, max_model_len)
+    probe = LayerProbe(name, max_model_len, indexed=indexed)
     module.set_attn_implementation(_attention_of(module.config, PROBING))
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
@@ -411,7 +440,11 @@ def _probe_layers(
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():
-                module(input_ids=tokens, **call)
+                try:
+                    module(input_ids=tokens, **call)
+                except KeywordsLost as lost:
+                    carry_keywords(module, lost.layer)
+                    module(input_ids=tokens, **call)
         else:
             hidden = pipeline.empty_states(2, device)[None].zero_()
             output = pipeline.run(module, tokens, hidden, call)
@@ -425,25 +458,29 @@ def _probe_layers(
 
 
 @torch.no_grad()
-def _images_see_themselves(module: Any) -> bool:
-    """Return whether the tokens of an image attend to each other in both directions.
+def _look_ahead(module: Any) -> LookAhead:
+    """Return the layers in which the tokens of an image attend to each other in both directions.
 
     Raises:
         ModelError: Its masks over images are of another kind.
     """
-    if "token_type_ids" not in inspect.signature(module.forward).parameters:
-        return False
+    takes = inspect.signature(module.forward).parameters
+    marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
+    # Marks of tokens are for positions in models that have such.
+    if not marks or hasattr(module.base_model, "get_rope_index"):
+        return "nowhere"
     name = type(module).__name__
     kinds = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0]], device=module.device)
     probe = ImageProbe(name, kinds[0].cpu())
-    call = {"token_type_ids": kinds, "use_cache": False, "layer_probe": probe}
+    call = {marks[0]: kinds, "use_cache": False, "layer_probe": probe}
+    call["logits_to_keep"] = torch.arange(kinds.shape[1], device=module.device)
     try:
         module(input_ids=torch.zeros_like(kinds), **call)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
-    return True
+    return probe.look_ahead()
 
 
 def _first_line(error: Exception) -> str:

@@ -25,8 +25,7 @@ from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .linear.choose import method_of
 from .loaded_model import LoadedModel
-from .media import SUPPORTED
-from .model import check_architecture, load_config, load_mixers, wrap_model
+from .model import check_architecture, load_config, load_mixers, takes_images, wrap_model
 from .ranks.group import PARTS, Layout, RankGroup
 from .ranks.layers import ParallelExperts, VocabParallelEmbedding, shard_module
 from .ranks.pipelining import PipelineRank
@@ -78,7 +77,9 @@ def load_sharded(
         raise ModelError(f"the weights in {folder} don't fit: {error}") from None
     _load(folder, files, weights)
     trim(torch.device("cpu"))
-    return wrap_sharded(module, weights, config.max_model_len, pipeline)
+    return wrap_sharded(
+        module, weights, config.max_model_len, pipeline, latent_attention=config.latent_attention
+    )
 
 
 def make_layout(config: EngineConfig, group: RankGroup) -> Layout:
@@ -100,9 +101,11 @@ def wrap_sharded(
     weights: ShardedWeights,
     max_model_len: int,
     pipeline: PipelineRank | None = None,
+    *,
+    latent_attention: str = "auto",
 ) -> LoadedModel:
     """Wrap a rank's model, as `wrap_model`. All ranks call this at the same time."""
-    model = wrap_model(module, max_model_len, pipeline)
+    model = wrap_model(module, max_model_len, pipeline, latent_attention=latent_attention)
     if pipeline is not None and pipeline.is_first:
         pipeline.check_model(module)
     for experts in experts_in(module):
@@ -147,7 +150,7 @@ def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
         reason = "is a GGUF file, which is read as a whole"
     elif embeds_only(folder):
         reason = "makes embeddings only"
-    elif hf_config.model_type in SUPPORTED:
+    elif takes_images(hf_config):
         reason = "takes images, which one rank alone encodes"
     elif getattr(hf_config, "quantization_config", None) is not None:
         reason = "has quantized weights"
@@ -276,18 +279,22 @@ def _is_in(name: str, modules: Collection[str]) -> bool:
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
     """Compute buffers that are not in checkpoints, such as rotary frequencies."""
-    owners: dict[str, Any] = {}
+    owners: list[tuple[Any, nn.Module]] = []
+    own: dict[str, Any] = {}
     for path, child in module.named_modules():
         # The language part of a model with images may have settings that the whole lacks.
-        own = hasattr(child, "_init_weights")
-        owners[path] = owner = child if own else owners[path.rpartition(".")[0]]
-        if child._buffers:
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = torch.empty_like(buffer, device=device)
-            # Transformers' way for models that it builds on the meta device.
-            with torch.no_grad():
-                owner._init_weights(child)
+        is_model = hasattr(child, "_init_weights")
+        own[path] = owner = child if is_model else own[path.rpartition(".")[0]]
+        # Models set buffers of their layers.
+        if child._buffers or is_model:
+            owners.append((owner, child))
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty_like(buffer, device=device)
+    # Transformers' way for models that it builds on the meta device.
+    with torch.no_grad():
+        for owner, child in owners:
+            owner._init_weights(child)
 
 
 def _allocate(module: nn.Module, device: torch.device, *, huge: bool) -> None:

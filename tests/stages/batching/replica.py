@@ -116,11 +116,15 @@ class RuleExecutor:
             self.computed[new.seq_id] = new.num_cached
             self.generated[new.seq_id] = new.num_generated
         if self.states is not None:
+            for move in read(plan).kv_moves:
+                if move.state:
+                    self.states.tiers.move(move)
             self.states.apply(plan)
         for seq_id, blocks in plan.grown:
             self.tables[seq_id].extend(blocks)
         for move in read(plan).kv_moves:
-            self._move(move)
+            if not move.state:
+                self._move(move)
         for source, destination in plan.copies:
             self.slots[destination] = list(self.slots[source])
         rows = []
@@ -156,6 +160,10 @@ class RuleExecutor:
         )
 
     def _move(self, move: KVMove) -> None:
+        if move.state:
+            assert self.states is not None
+            self.states.tiers.move(move)
+            return
         match move.kind:
             case "store":
                 self._put(move.slot, self.slots[move.block_id])
@@ -194,6 +202,12 @@ class RuleExecutor:
 
     def tier_change(self) -> TiersChanged | None:
         """Return the next change of the tiers' threads; None for none."""
+        if self.states is not None:
+            peers = {f"{address}, states": each.states for address, each in self.peers.items()}
+            known = {name: each.tiers for name, each in peers.items() if each is not None}
+            change = self.states.tiers.change(known, is_patient=self.is_patient)
+            if change is not None:
+                return TiersChanged(states=change)
         if self.fetches:
             move = self.fetches.popleft()
             if (block := self._fetched(move)) is None:
@@ -276,6 +290,7 @@ class FakeReplica:
         images: ImageCapacity | None = None,
         num_snapshots: int | None = None,
         snapshot_blocks: int = 0,
+        state_slots: int = 4,
     ) -> None:
         config = EngineConfig(
             kv_audit_every=2,
@@ -292,8 +307,12 @@ class FakeReplica:
         if max_draft_tokens:
             parts.append(DraftCapacity())
         if host_slots:
+            states = None
+            if num_snapshots is not None:
+                sizes = (state_slots, disk_blocks, "", "", 0, "", 1, 1, 1000)
+                states = TierCapacity(*sizes, address=address and f"{address}, states")
             sizes = (host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000)
-            parts.append(TierCapacity(*sizes, address=address))
+            parts.append(TierCapacity(*sizes, address=address, states=states))
         if images is not None:
             parts.append(images)
         if num_snapshots is not None:

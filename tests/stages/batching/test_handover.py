@@ -26,7 +26,7 @@ from .replica import CACHE_TYPES, CacheType, FakeReplica, expected, reported
 PROMPT = list(range(20, 43))  # five full blocks of four tokens, and three tokens
 
 
-def replica(address: str, **settings: int | str) -> FakeReplica:
+def replica(address: str, **settings: int | str | None) -> FakeReplica:
     return FakeReplica(**{"host_slots": 16, "address": address, **settings})  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ class Pair:
 
     draw: random.Random | None = None
 
-    def __init__(self, **settings: int | str) -> None:
+    def __init__(self, **settings: int | str | None) -> None:
         self.giver, self.taker = replica("giver", **settings), replica("taker", **settings)
         self.taker.executor.peers = {"giver": self.giver.executor}
         self.requests: dict[int, str] = {}
@@ -413,6 +413,8 @@ def test_whatever_happens_the_tokens_are_the_same(seed: int) -> None:
         cache_type=draw.choice(CACHE_TYPES),
         max_tokens_per_batch=draw.choice((8, 32)),
         max_draft_tokens=0,
+        num_snapshots=draw.choice((None, None, 2, 9)),
+        state_slots=draw.choice((1, 4)),
     )
     pair.draw = draw
     shared = [draw.randrange(50) for _ in range(16)]

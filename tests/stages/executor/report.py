@@ -76,7 +76,10 @@ def shown(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-") if value < 1e-3 else f"{value:.2g}"
 
 
-FEATURE_HEADINGS = ["", "heads : KV heads", "window", "soft cap", "sinks", "experts", "tied"]
+FEATURE_HEADINGS = [
+    *("", "heads : KV heads", "window", "chunks", "KV of another layer"),
+    *("soft cap", "sinks", "experts", "tied"),
+]
 
 
 @cache
@@ -86,15 +89,21 @@ def features(name: str) -> tuple[str, ...]:
     config = model.config
     layers = wrap_model(model, 64).layers
     heads = f"{config.num_attention_heads} : {layers[0].num_kv_heads}"
-    windows = [layer.window for layer in layers if layer.window is not None]
-    window = f"{windows[0]} in {len(windows)} of {len(layers)} layers" if windows else ""
+
+    def in_some(sizes: list[int | None]) -> str:
+        found = [size for size in sizes if size is not None]
+        return f"{found[0]} in {len(found)} of {len(layers)} layers" if found else ""
+
+    shared = sum(layer.source is not None for layer in layers)
     soft_cap = getattr(config, "attn_logit_softcapping", None)
     sinks = any(key.endswith("sinks") for key, _ in model.named_parameters())
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     return (
         name,
         heads,
-        window,
+        in_some([layer.window for layer in layers]),
+        in_some([layer.chunk for layer in layers]),
+        f"{shared} of {len(layers)} layers" if shared else "",
         f"{soft_cap:g}" if soft_cap else "",
         "yes" if sinks else "",
         f"{config.num_experts_per_tok} of {experts}" if experts else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +122,8 @@ class World:
             )
         )
         patches = inputs.pop("num_patches", None)
-        inputs.pop("num_crops", None)
+        for unused in ("num_crops", "num_soft_tokens_per_image"):
+            inputs.pop(unused, None)
         counts = self._counts(inputs, images, patches)
         token_ids: list[int] = []
         media: list[MediaItem] = []
@@ -148,10 +150,9 @@ class World:
             features = features_of(self.processor, _OPTIONS.get(self.name, {}), part, alone=alone)
             self.images[name] = StoredImage(*part.size, features)
         kinds = (torch.tensor([token_ids]) == PLACEHOLDER).int()
-        if self.name.startswith("qwen"):
-            inputs["mm_token_type_ids"] = kinds
-        if self.name == "gemma3":
-            inputs["token_type_ids"] = kinds
+        takes = inspect.signature(self.model.forward).parameters
+        for kind in {"mm_token_type_ids", "token_type_ids"}.intersection(takes):
+            inputs[kind] = kinds
         return ImagePrompt(token_ids, tuple(media), inputs)
 
     def _counts(self, inputs: Mapping[str, Any], images: Sequence[Any], patches: Any) -> list[int]:

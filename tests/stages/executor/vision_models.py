@@ -11,6 +11,9 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -56,6 +59,42 @@ _QWEN_VISION: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+_QWEN3_VISION = {
+    **_QWEN_VISION,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+    "num_position_embeddings": 16,
+}
+_GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 7,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_VISION = {
+    **_VISION,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+}
+_NO_AUDIO = {"audio_config": None, "audio_token_id": 129, "video_token_id": 130}
+_GLM_VISION = {
+    **_QWEN_VISION,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+    "image_size": 16,
+}
+_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 _M_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SQUARE = {"height": 16, "width": 16}
 _GRID = [[16, 16], [16, 32], [32, 16], [32, 32]]
@@ -78,15 +117,33 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {
         "text_config": {**_TEXT, "num_hidden_layers": 3, "rope_parameters": _M_ROPE},
-        "vision_config": {
-            **_QWEN_VISION,
-            "depth": 3,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "intermediate_size": 24,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1],
+        "vision_config": {**_QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1]},
+    },
+    "glm4v": {
+        "text_config": {**_TEXT, "rope_parameters": _M_ROPE},
+        "vision_config": _GLM_VISION,
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **_TEXT,
+            **_MOE,
+            "rope_parameters": {**_M_ROPE, "partial_rotary_factor": 0.5},
         },
+        "vision_config": _GLM_VISION,
+    },
+    "glm46v": {
+        "text_config": {**_TEXT, "model_type": "glm4v_text", "rope_parameters": _M_ROPE},
+        "vision_config": {**_GLM_VISION, "model_type": "glm4v_vision"},
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_TEXT,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "rope_parameters": _M_ROPE,
+        },
+        "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]},
     },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
@@ -126,6 +183,22 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         },
         "mm_tokens_per_image": 16,
     },
+    "gemma4": {
+        "text_config": {**_TEXT, **_GEMMA4, "use_bidirectional_attention": "vision"},
+        "vision_config": _GEMMA4_VISION,
+        **_NO_AUDIO,
+    },
+    "gemma4-causal": {
+        "text_config": {
+            **_TEXT,
+            **_GEMMA4,
+            "num_kv_shared_layers": 1,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+        },
+        "vision_config": _GEMMA4_VISION,
+        **_NO_AUDIO,
+    },
     "smolvlm": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": _VISION,
@@ -149,6 +222,12 @@ _PROCESSORS: dict[str, Any] = {
     "qwen2_vl": lambda: Qwen2VLImageProcessorPil(
         patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}
     ),
+    "glm4v": lambda: Glm4vImageProcessorPil(
+        patch_size=4, size={"shortest_edge": 128, "longest_edge": 2048}
+    ),
+    "glm46v": lambda: Glm46VImageProcessorPil(
+        patch_size=4, size={"shortest_edge": 128, "longest_edge": 2048}
+    ),
     "llava": lambda: LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size=_SQUARE),
     "llava_onevision": lambda: LlavaOnevisionImageProcessorPil(
         size=_SQUARE, image_grid_pinpoints=_GRID
@@ -158,6 +237,9 @@ _PROCESSORS: dict[str, Any] = {
     ),
     "mistral3": lambda: PixtralImageProcessorPil(size={"longest_edge": 24}, patch_size=8),
     "gemma3": lambda: Gemma3ImageProcessorPil(size=_SQUARE),
+    "gemma4": lambda: Gemma4ImageProcessorPil(
+        patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+    ),
     "smolvlm": lambda: SmolVLMImageProcessorPil(
         size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
     ),
@@ -166,7 +248,9 @@ _PROCESSORS: dict[str, Any] = {
     ),
     "internvl": lambda: GotOcr2ImageProcessorPil(size=_SQUARE, min_patches=1, max_patches=4),
 }
-_PROCESSORS["qwen2_5_vl"] = _PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen2_vl"]
+_PROCESSORS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PROCESSORS["qwen2_vl"])
+_PROCESSORS["gemma4-causal"] = _PROCESSORS["gemma4"]
+_PROCESSORS["glm4v_moe"] = _PROCESSORS["glm4v"]
 
 
 def make_processor(name: str) -> Any:
@@ -197,9 +281,12 @@ def make_vision_model(
     settings["text_config"] |= changes
     settings["vision_config"] |= vision or {}
     if "rope_parameters" in settings["text_config"]:
-        unit = settings["text_config"]["head_dim"] // 16
-        settings["text_config"]["rope_parameters"]["mrope_section"] = [2 * unit, 3 * unit, 3 * unit]
-    config = CONFIG_MAPPING[name](**settings, **{token: placeholder})
+        rope = settings["text_config"]["rope_parameters"]
+        pairs = int(settings["text_config"]["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2
+        first = pairs // 4
+        second = (pairs - first) // 2
+        rope["mrope_section"] = [first, second, pairs - first - second]
+    config = CONFIG_MAPPING[name.partition("-")[0]](**settings, **{token: placeholder})
     model = AutoModelForImageTextToText.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()

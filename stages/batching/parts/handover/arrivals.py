@@ -137,7 +137,9 @@ class Arrivals(Part):
         arrival.num_messages += 1
         if (remote := remote_of(arrival.request)) is None:
             return
-        remote = msgspec.structs.replace(remote, blocks=remote.blocks + more.blocks)
+        remote = msgspec.structs.replace(
+            remote, blocks=remote.blocks + more.blocks, states=remote.states + more.states
+        )
         arrival.request = with_sections(arrival.request, HandoverRoute(remote=remote))
         self.core.cache.below.expect(arrival.seq.allocation, remote)
         if not arrival.cancelled:

@@ -25,6 +25,9 @@ from ...plans import PlanDraft, SentPlan
 from ...sequence import Sequence
 from .. import Core, Part
 
+Offered = tuple[tuple[bytes, int, int], ...]
+"""As `blocks` of RemoteBlocks."""
+
 
 @dataclass(slots=True)
 class Departure:
@@ -111,13 +114,16 @@ class Departures(Part):
             first, offered = self._below.offer(
                 seq.seq_id, seq.allocation, seq.num_scheduled, draft.now_ns
             )
-            blocks = tuple((move.name, move.slot, draft.step_id) for move in offered)
-            if not leaver.num_messages or (offered and not first):
-                remote = self._describe(seq, blocks)
+            blocks, states = (
+                tuple((m.name, m.slot, draft.step_id) for m in offered if m.state == state)
+                for state in (False, True)
+            )
+            if not leaver.num_messages or (blocks and not first):
+                remote = self._describe(seq, blocks, states)
                 request = with_sections(leaver.request, HandoverRoute(remote=remote))
                 self._send(leaver, AnnounceSequence(request))
             elif offered:
-                self._send(leaver, AnnounceBlocks(seq.seq_id, blocks))
+                self._send(leaver, AnnounceBlocks(seq.seq_id, blocks, states))
             if seq.num_planned > len(seq.token_ids):
                 self._sampling[seq.seq_id] = seq
                 leaving.append((seq.seq_id, leaver.successor, leaver.num_messages))
@@ -167,8 +173,8 @@ class Departures(Part):
         deadline_ns = leaver.deadline_ns if isinstance(message, AnnounceSequence) else None
         self._departures.append(Departure(leaver.successor, message, deadline_ns))
 
-    def _describe(self, seq: Sequence, blocks: tuple[tuple[bytes, int, int], ...]) -> RemoteBlocks:
-        address, layout, model = self._below.describe()
+    def _describe(self, seq: Sequence, blocks: Offered, states: Offered) -> RemoteBlocks:
+        address, layout, model, states_address = self._below.describe()
         return RemoteBlocks(
             address=address,
             layout=layout,
@@ -176,4 +182,6 @@ class Departures(Part):
             weight_version=self.core.cache.weight_version,
             adapter_version=seq.allocation.scope.adapter_version,
             blocks=blocks,
+            states=states,
+            states_address=states_address,
         )

@@ -4,9 +4,11 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 from .....bus.control import ReplicaCapacity
+from .....bus.kv_events import DEVICE
 from .....bus.parts.states import StateCapacity, StatePlan, StateSave, StateStart
 from .....bus.sections import Sections
 from .....bus.steps import StepSummary
@@ -66,7 +68,7 @@ class RecurrentStates(Part, States):
         super().__init__(core, config, capacity)
         own = StateCapacity.find(capacity.parts)
         assert own is not None
-        self.snapshots = Snapshots(own.num_snapshots)
+        self.snapshots = Snapshots(own.num_snapshots, self)
         self._cache = core.cache
         self._every = config.state_snapshot_blocks
         self._most_held = int(config.kv_session_share * own.num_snapshots)
@@ -76,6 +78,12 @@ class RecurrentStates(Part, States):
         self._own: dict[int, bytes] = {}
         self._in_flight: dict[int, list[Save]] = {}  # by step
         self._held: dict[Allocation, bytes] = {}
+        # Those with which sequences are about to start: they keep their numbers until the next plan
+        # is made, whose loads come before its sequences.
+        self._reserved: list[bytes] = []
+        # Snapshots that plans in flight load, and the step; 0 before it is known.
+        self._loads: dict[bytes, int] = {}
+        self._audit: StateSave | None = None
         self._counts = {"taken": 0, "hits": 0, "recomputed_tokens": 0}
         core.cache.states = self
         core.cache.followers = (*core.cache.followers, self)
@@ -87,14 +95,27 @@ class RecurrentStates(Part, States):
         allocation.num_found = num_blocks
         while num_blocks and names[num_blocks - 1] not in self.snapshots:
             num_blocks -= 1
+        below = self._cache.below
+        if below.exists and num_blocks < allocation.num_found and self.snapshots.num_takable:
+            return below.reach(names, num_blocks)
         return num_blocks
 
     def follows(self, allocation: Allocation, num_blocks: int) -> bool:
-        return self._prefills.follows(allocation, num_blocks, saves=self.snapshots.number > 0)
+        if self._reserved and not self.snapshots.num_takable:
+            names = self._cache.names_of(allocation, allocation.num_found)
+            if self._cache.below.reach(names, num_blocks) > num_blocks:
+                return True  # the next plan has numbers again
+        saves = self.snapshots.number > 0
+        follows = self._prefills.follows(allocation, num_blocks, saves=saves)
+        if num_blocks and not follows and self._cache.below.exists:
+            self._reserve(allocation, num_blocks)
+        return follows
 
     def sections(self, allocation: Allocation, num_cached: int) -> Sections:
         if not num_cached:
             return ()
+        if self._cache.below.exists:
+            self._reserve(allocation, num_cached // self._cache.block_size)
         return (StateStart(self.snapshots.use(self._name(allocation, num_cached))),)
 
     def hold(self, allocation: Allocation) -> None:
@@ -107,6 +128,13 @@ class RecurrentStates(Part, States):
         if (name := self._held.pop(allocation, None)) is not None:
             self.snapshots.release(name)
 
+    def demote(self, allocation: Allocation, *, stores: bool) -> None:
+        name = self._name(allocation, len(allocation.block_ids) * self._cache.block_size)
+        if (number := self.snapshots.number_of(name)) >= 0:
+            if stores:
+                self._cache.below.store_state(name, number)
+            self.snapshots.demote(name)
+
     def evicted(self, block_id: int, name: bytes) -> None:
         if not self._cache.below.exists:  # it is of no use without its block
             self.snapshots.drop(name)
@@ -117,6 +145,8 @@ class RecurrentStates(Part, States):
         self._prefills.clear()
         self._running.clear()
         self._own.clear()
+        self._loads.clear()
+        self._audit = None
 
     def retire(self, adapter: str) -> Set[bytes]:
         self.snapshots.drop_adapter(adapter)
@@ -124,7 +154,52 @@ class RecurrentStates(Part, States):
 
     def check(self) -> None:
         saves = (save for saves in self._in_flight.values() for save in saves)
-        self.snapshots.check([save.number for save in saves])
+        numbers = [save.number for save in saves]
+        self.snapshots.check(numbers if self._audit is None else [*numbers, self._audit.snapshot])
+
+    def made(self, name: bytes) -> None:
+        """A snapshot can be found; see `SnapshotFollower`."""
+        if self.log is not None:
+            self.log.store_below(DEVICE, name)
+
+    def given_out(self, name: bytes, number: int) -> None:
+        """A snapshot's number is about to be given out again."""
+        self._cache.below.store_state(name, number)
+
+    def dropped(self, name: bytes) -> None:
+        """A snapshot can't be found any more."""
+        if self.log is not None:
+            self.log.remove_below(DEVICE, name)
+
+    def number_of(self, name: bytes) -> int:
+        return self.snapshots.number_of(name)
+
+    def name_of(self, number: int) -> bytes | None:
+        return self.snapshots.name_of(number)
+
+    def last(self, seq_id: int, allocation: Allocation, num_blocks: int) -> tuple[int, int]:
+        size = self._cache.block_size
+        for end in range(num_blocks, 0, -1):
+            if (number := self.snapshots.number_of(allocation.names[end - 1])) >= 0:
+                break
+        else:
+            end, number = 0, -1
+        for saves in self._in_flight.values():
+            for save in saves:
+                if save.seq.seq_id == seq_id and end < save.num_tokens // size <= num_blocks:
+                    end, number = save.num_tokens // size, save.number
+        return end, number
+
+    def audit(self, seq_id: int, num_tokens: int) -> int:
+        if (number := self.snapshots.take()) is None:
+            return -1
+        self._audit = StateSave(seq_id, num_tokens, number)
+        return number
+
+    def end_audit(self) -> None:
+        if self._audit is not None:
+            self.snapshots.give_back(self._audit.snapshot)
+            self._audit = None
 
     # --- the core's hooks ---------------------------------------------------------------------
 
@@ -153,12 +228,15 @@ class RecurrentStates(Part, States):
 
     def begin(self, now_ns: int) -> None:
         self._prefills.end_expected()
+        self._end_reservations()
 
     def planned(self, draft: PlanDraft) -> None:
         started = {new.seq_id for new in draft.new}
         for seq_id in draft.forget:
             if seq_id not in started:
                 self._leave(seq_id)
+        self._end_reservations()
+        self._loads = {name: step or draft.step_id for name, step in self._loads.items()}
         saves: list[Save] = []
         for seq, num_tokens in zip(draft.seqs, draft.num_tokens.values(), strict=False):
             if seq.seq_id in self._running:
@@ -171,8 +249,14 @@ class RecurrentStates(Part, States):
             self._counts["taken"] += len(saves)
             sections = [StateSave(each.seq.seq_id, each.num_tokens, each.number) for each in saves]
             draft.parts.append(StatePlan(tuple(sections)))
+        elif self._audit is not None and self._audit.seq_id in draft.num_tokens:
+            draft.parts.append(StatePlan((self._audit,)))
 
     def absorb(self, sent: SentPlan, result: StepSummary) -> Iterable[Sequence]:
+        if self._loads:
+            self._loads = {
+                name: step for name, step in self._loads.items() if step != result.step_id
+            }
         for save in self._in_flight.pop(result.step_id, ()):
             if save.prefill is not None:
                 save.prefill.num_in_flight -= 1
@@ -185,6 +269,9 @@ class RecurrentStates(Part, States):
         for saves in self._in_flight.values():
             for save in saves:
                 self.snapshots.give_back(save.number)
+        for name in self._loads:  # perhaps never loaded
+            self.snapshots.drop(name)
+        self._loads.clear()
         self._in_flight.clear()
         self._prefills.clear()
         self._running.clear()
@@ -206,6 +293,28 @@ class RecurrentStates(Part, States):
     def _name(self, allocation: Allocation, num_tokens: int) -> bytes:
         return self._cache.names_of(allocation, num_tokens // self._cache.block_size)[-1]
 
+    def _take_for(self, allocation: Allocation, name: bytes) -> int:
+        """Return a number to load a snapshot to, which can be found from here on."""
+        number = self.snapshots.take()
+        assert number is not None, "`usable` found a number"
+        self.snapshots.keep(name, number, allocation.scope.adapter)
+        self._loads[name] = 0
+        return number
+
+    def _reserve(self, allocation: Allocation, num_blocks: int) -> None:
+        """Load the snapshot with which an allocation is about to start, if it is not here, and keep
+        it until the next plan is made."""
+        name = allocation.names[num_blocks - 1]
+        if name not in self.snapshots:
+            self._cache.below.load_state(name, partial(self._take_for, allocation, name))
+        self._reserved.append(name)
+        self.snapshots.hold(name)
+
+    def _end_reservations(self) -> None:
+        for name in self._reserved:
+            self.snapshots.release(name)
+        self._reserved.clear()
+
     def _is_shared(self, allocation: Allocation) -> bool:
         """Whether others may start in a state that a sequence computes: no weights, no flush and no
         version of its adapter came since it started."""
@@ -225,7 +334,8 @@ class RecurrentStates(Part, States):
             if before is not None and self.snapshots.is_owned(before, owner):
                 self.snapshots.drop(before)
             self._own[owner] = name
-        self.snapshots.keep(name, save.number, allocation.scope.adapter, owner)
+        if self.snapshots.keep(name, save.number, allocation.scope.adapter, owner):
+            self._cache.below.made_state(save.number, allocation)
 
     def _save_prompt(self, seq: Sequence, saves: list[Save]) -> None:
         """Save the state at the points of a prompt that a plan passes."""

@@ -1,11 +1,13 @@
 """The self-audit of KV tiers: loaded blocks are computed again while nothing else runs.
 
 In deterministic mode a loaded block and a computed one are equal bit for bit, so any difference is
-a defect of a tier: of its memory, its disk, or this program.
+a defect of a tier: of its memory, its disk, or this program. With recurrent state a block is
+computed from the snapshot before it, and a loaded snapshot at its end is compared, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .....bus.messages import RequestInfo, SequenceSpec
@@ -23,17 +25,29 @@ MAX_TOKEN_ID = (1 << 32) - 1
 
 
 class _Running(NamedTuple):
+    """The block that is being computed; `snapshot`: of the state at its end, -1 for none."""
+
     block: LoadedBlock
     allocation: Allocation
     step_id: int
+    snapshot: int
 
 
 class TierAudit:
     """Computes chosen blocks, one at a time, in steps of their own, and has them compared."""
 
-    def __init__(self, tiers: KVTiers, cache: KVCacheManager, limits: SchedulerConfig) -> None:
-        """Args: the tiers, which choose the blocks, the cache, and the scheduler's limits."""
-        self._tiers = tiers
+    def __init__(
+        self, tiers: Sequence[KVTiers], cache: KVCacheManager, limits: SchedulerConfig
+    ) -> None:
+        """Set up an audit.
+
+        Args:
+            tiers: The tiers of blocks, whose `chosen` are computed, and of snapshots, if any.
+            cache: The cache.
+            limits: The scheduler's.
+        """
+        self._tiers = tiers[0]
+        self._all = tiers
         self._cache = cache
         self._limits = limits
         self._running: _Running | None = None
@@ -42,7 +56,7 @@ class TierAudit:
     @property
     def has_moves(self) -> bool:
         """Whether the executor has something to do, with or without a step."""
-        return bool(self._moves) or self._tiers.has_moves
+        return bool(self._moves) or any(each.has_moves for each in self._all)
 
     @property
     def allocations(self) -> list[Allocation]:
@@ -65,20 +79,25 @@ class TierAudit:
         """Take the result of a step. Returns whether it was the audit's."""
         if self._running is None or self._running.step_id != step_id:
             return False
-        block, computing, _ = self._running
+        block, computing, _, snapshot = self._running
         # Its place may have been given away meanwhile. The computed block, free from here on, is
         # compared before another one is written to it.
         if self._cache.name_of(block.block_id) == block.name:
             computed = computing.block_ids[-1]
             self._moves = (KVMove("compare", block.name, block_id=computed, other=block.block_id),)
-            self._tiers.end_audit()
+            if snapshot < 0:
+                self._tiers.end_audit()
+            elif self._cache.states.number_of(block.name) == block.snapshot:
+                states = {"block_id": snapshot, "other": block.snapshot, "state": True}
+                self._moves += (KVMove("compare", block.name, **states),)
+                self._all[1].end_audit()
         self._end()
         return True
 
     def take_moves(self) -> tuple[KVMove, ...]:
         """Return the tiers' moves for the next plan, after the comparison to make."""
         moves, self._moves = self._moves, ()
-        return (*moves, *self._tiers.take_moves())
+        return (*moves, *(move for each in self._all for move in each.take_moves()))
 
     def clear(self) -> None:
         """Drop the audit in flight: the executor has forgotten its sequences."""
@@ -89,6 +108,8 @@ class TierAudit:
     def _end(self) -> None:
         assert self._running is not None
         self._cache.release(self._running.allocation)
+        if self._running.snapshot >= 0:
+            self._cache.states.end_audit()
         self._running = None
 
     def _start(self, block: LoadedBlock, step_id: int) -> NewSequence | None:
@@ -107,7 +128,13 @@ class TierAudit:
         if cache.name_of(block.block_id) != block.name:
             cache.release(computing)
             return None
-        self._running = _Running(block, computing, step_id)
+        snapshot = -1
+        if block.snapshot >= 0:
+            snapshot = cache.states.audit(AUDIT_SEQ_ID, len(block.token_ids))
+            if snapshot < 0:
+                cache.release(computing)
+                return None
+        self._running = _Running(block, computing, step_id, snapshot)
         return NewSequence(
             seq_id=AUDIT_SEQ_ID,
             # One more token, so that the step doesn't reach the end, and samples nothing.

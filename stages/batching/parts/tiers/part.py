@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from itertools import islice
@@ -13,12 +13,13 @@ from .....bus.messages import RemoteBlocks
 from .....bus.parts.tiers import FetchedBlocks, TiersPlan
 from .....bus.steps import AUDIT_SEQ_ID, KVMove, NewSequence, StepSummary
 from .....config import EngineConfig
-from ...allocation import Allocation, Below
+from ...allocation import NO_NAMES, Allocation, Below
 from ...plans import PlanDraft, SentPlan
 from ...sequence import Sequence as Sample
 from .. import Core, Part
 from ..kv_events import KVEvents
 from .audit import BLOCKS_SAVED_AT_ONCE, TierAudit
+from .snapshots import SnapshotTiers
 from .tiers import KVTiers, LoadedBlock
 
 
@@ -30,6 +31,7 @@ class Tiers(Part, Below):
 
     Attributes:
         blocks: The blocks of each tier.
+        states: The snapshots of each tier; None for a model without recurrent state.
         audit: Computes loaded blocks again while nothing else runs.
     """
 
@@ -46,7 +48,12 @@ class Tiers(Part, Below):
         audit_every = config.kv_audit_every if capacity.exact else 0
         log = events.log if events is not None else None
         self.blocks = KVTiers(own, capacity.block_size, config.kv_eviction, audit_every, log)
-        self.audit = TierAudit(self.blocks, core.cache, core.limits)
+        self.states: SnapshotTiers | None = None
+        if own.states is not None:
+            self.states = SnapshotTiers(
+                core.cache, self.blocks, own.states, config.kv_eviction, audit_every
+            )
+        self.audit = TierAudit(self._units, core.cache, core.limits)
         # Blocks that a later start could find on disk, and that may not be there.
         self._unsaved: dict[int, None] = {}
         self._offered: list[KVMove] = []
@@ -57,14 +64,18 @@ class Tiers(Part, Below):
         core.cache.followers = (self, *core.cache.followers)
 
     @property
+    def _units(self) -> list[KVTiers]:
+        return [self.blocks] if self.states is None else [self.blocks, self.states.units]
+
+    @property
     def fetches(self) -> bool:
         """Whether blocks are being fetched."""
-        return self.blocks.fetches
+        return any(each.fetches for each in self._units)
 
     @property
     def has_moves(self) -> bool:
         """Whether blocks wait to be moved with the next plan."""
-        return self.blocks.has_moves
+        return any(each.has_moves for each in self._units)
 
     @property
     def audits(self) -> bool:
@@ -73,8 +84,9 @@ class Tiers(Part, Below):
 
     @property
     def saves(self) -> bool:
-        """Whether the next plan saves blocks to disk."""
-        return bool(self._unsaved) and self.core.rests
+        """Whether the next plan saves blocks or snapshots to disk."""
+        has_unsaved = self._unsaved or (self.states is not None and self.states.has_unsaved)
+        return bool(has_unsaved) and self.core.rests
 
     # --- the cache's blocks -------------------------------------------------------------------
 
@@ -88,18 +100,23 @@ class Tiers(Part, Below):
 
     def forgotten(self) -> None:
         self._unsaved.clear()
+        if self.states is not None:
+            self.states.forgotten()
 
     def flushed(self, *, new_weights: bool) -> None:
-        if new_weights:
-            self.blocks.forget_host()
-        else:
-            self.blocks.clear()
+        for each in self._units:
+            if new_weights:
+                each.forget_host()
+            else:
+                each.clear()
 
     def disown(self, names: Set[bytes]) -> None:
-        self.blocks.disown(names)
+        for each in self._units:
+            each.disown(names)
 
     def check(self) -> None:
-        self.blocks.check()
+        for each in self._units:
+            each.check()
 
     def ready(self, allocation: Allocation, first: int) -> Sequence[bytes]:
         names = self._following(allocation, first)
@@ -111,15 +128,25 @@ class Tiers(Part, Below):
     def started(self, allocation: Allocation, names: Sequence[bytes], first: int) -> None:
         self._load(allocation, names, first)
         allocation.num_fetched, allocation.num_loaded = 0, len(names)
-        allocation.remote = {}
+        allocation.remote, allocation.remote_states = {}, {}
+        allocation.fetched_states = NO_NAMES
+        if self.states is not None and (end := first + len(names)):
+            self.states.started(allocation, end)
 
     def fetch(self, allocation: Allocation, *, ahead: bool = False) -> bool:
         if not allocation.may_reuse:
             return False
         known, most = allocation.num_known, len(allocation.token_ids) - (not ahead)
-        names = self._cache.names_of(allocation, most // self._cache.block_size)[known:]
+        names = self._cache.names_of(allocation, most // self._cache.block_size)
+        state_waits = False
+        if self.states is not None:
+            reach = known + self.blocks.num_reachable(names[known:], allocation.remote)
+            end, state_waits = self.states.fetch(allocation, names[:reach])
+            # Ahead, a snapshot may be offered after the blocks before it.
+            names = names[: reach if ahead else end]
         num_asked = max(allocation.num_fetched - known, 0)
-        waits, num_asked = self.blocks.fetch(names, num_asked, allocation.remote)
+        waits, num_asked = self.blocks.fetch(names[known:], num_asked, allocation.remote)
+        waits = waits or state_waits
         allocation.num_fetched = known + num_asked
         if waits and not ahead:
             allocation.fetching_since_ns = allocation.fetching_since_ns or self._now_ns
@@ -132,6 +159,7 @@ class Tiers(Part, Below):
         first = len(allocation.block_ids)
         most = max(min(max_blocks, self._cache.num_free_blocks()), 0)
         names = self.ready(allocation, first)[:most]
+        names = names[: self._cache.states.usable(allocation, first + len(names)) - first]
         with self.blocks.pinned(names):
             for _ in names:
                 self._cache.extend(allocation)
@@ -140,6 +168,23 @@ class Tiers(Part, Below):
 
     def store(self, name: bytes, block_id: int) -> None:
         self.blocks.store(name, block_id)
+
+    # --- the device's snapshots ---------------------------------------------------------------
+
+    def reach(self, names: Sequence[bytes], num_blocks: int) -> int:
+        return num_blocks if self.states is None else self.states.reach(names, num_blocks)
+
+    def load_state(self, name: bytes, take: Callable[[], int]) -> None:
+        assert self.states is not None
+        self.states.load(name, take)
+
+    def store_state(self, name: bytes, number: int) -> None:
+        if self.states is not None:
+            self.states.units.store(name, number)
+
+    def made_state(self, number: int, allocation: Allocation) -> None:
+        if self.states is not None:
+            self.states.made(number, allocation)
 
     def _load(self, allocation: Allocation, names: Sequence[bytes], first: int) -> None:
         """Load blocks into those of an allocation, from the block with index `first` on."""
@@ -156,9 +201,9 @@ class Tiers(Part, Below):
 
     # --- between executors --------------------------------------------------------------------
 
-    def describe(self) -> tuple[str, str, str]:
+    def describe(self) -> tuple[str, str, str, str]:
         own = self.blocks.capacity
-        return own.address, own.layout, own.model
+        return own.address, own.layout, own.model, own.states.address if own.states else ""
 
     def expect(self, allocation: Allocation, remote: RemoteBlocks) -> None:
         if allocation.may_reuse:
@@ -166,28 +211,39 @@ class Tiers(Part, Below):
             names = self._cache.names_of(allocation, num_blocks)
             version = self._cache.weight_version
             allocation.remote = self.blocks.remote_of(names, remote, version, allocation.scope)
+            if self.states is not None:
+                allocation.remote_states = self.states.remote_of(allocation.remote, remote)
 
     def offer(
         self, seq_id: int, allocation: Allocation, num_tokens: int, now_ns: int
     ) -> tuple[int, list[KVMove]]:
         if not self._cache.is_current(allocation):
             return 0, []
-        num_blocks = min(num_tokens, len(allocation.token_ids)) // self._cache.block_size
+        num_prompt = len(allocation.token_ids)
+        num_blocks = min(num_tokens, num_prompt) // self._cache.block_size
         names = self._cache.names_of(allocation, num_blocks)
         block_ids = allocation.block_ids[: len(names)]
         first, moves = self.blocks.offer(seq_id, names, block_ids, now_ns)
+        if self.states is not None and num_tokens >= num_prompt:
+            moves += self.states.offer(seq_id, allocation, num_blocks, now_ns)
         self._offered += moves
         return first, moves
 
     def release_offer(self, seq_id: int) -> None:
-        self.blocks.release_offer(seq_id)
+        for each in self._units:
+            each.release_offer(seq_id)
 
     # --- the core's hooks ---------------------------------------------------------------------
 
     def receive(self, message: TiersChanged, now_ns: int, deadline_ns: int | None) -> None:
         was_on = self.blocks.difference is None
         self.blocks.changed(message)
-        if was_on and self.blocks.difference is not None:
+        if self.states is not None and message.states is not None:
+            self.states.units.changed(message.states)
+        found = (each.difference for each in self._units if each.difference is not None)
+        if was_on and (difference := next(found, None)) is not None:
+            for each in self._units:
+                each.turn_off(difference)
             # Other blocks that were loaded may be as wrong, those of running sequences too.
             self._cache.forget_device()
             self.core.recompute()
@@ -199,8 +255,9 @@ class Tiers(Part, Below):
 
     def begin(self, now_ns: int) -> None:
         self._now_ns = now_ns
-        if self.blocks.has_offers:
-            self.blocks.end_offers(now_ns)
+        for each in self._units:
+            if each.has_offers:
+                each.end_offers(now_ns)
 
     def rest(self, step_id: int) -> NewSequence | None:
         for block_id in [*islice(self._unsaved, BLOCKS_SAVED_AT_ONCE)]:
@@ -208,6 +265,8 @@ class Tiers(Part, Below):
             name = self._cache.name_of(block_id)
             assert name is not None
             self.blocks.save(name, block_id)
+        if self.states is not None and self.states.has_unsaved:
+            self.states.save_next()
         return self.audit.begin(step_id)
 
     def is_urgent(self) -> bool:
@@ -228,7 +287,8 @@ class Tiers(Part, Below):
         return ()
 
     def lose(self) -> None:
-        self.blocks.forget_plans([sent.plan for sent in self.core.sent])
+        for each in self._units:
+            each.forget_plans([sent.plan for sent in self.core.sent])
         self.audit.clear()
         self._forgets_audit = False
 
@@ -236,11 +296,17 @@ class Tiers(Part, Below):
         return self.audit.allocations
 
     def numbers(self) -> Mapping[str, int]:
-        return self.blocks.load_report()
+        report = self.blocks.load_report()
+        if self.states is not None:
+            states = self.states.units.load_report()
+            report |= {name.replace("kv", "kv_states", 1): each for name, each in states.items()}
+        return report
 
     def take_counts(self) -> Mapping[str, Mapping[str, float]]:
         counts = self.blocks.take_counts()
-        return {
-            "tier_moves": asdict(counts),
-            "tier_times": {"saved_s": self.blocks.saved_s(counts.loaded)},
-        }
+        moves, saved_s = asdict(counts), self.blocks.saved_s(counts.loaded)
+        if self.states is not None:
+            states = self.states.units.take_counts()
+            moves |= {f"states_{name}": number for name, number in asdict(states).items()}
+            saved_s = max(saved_s - states.loaded * self.states.units.capacity.load_ns / 1e9, 0)
+        return {"tier_moves": moves, "tier_times": {"saved_s": saved_s}}

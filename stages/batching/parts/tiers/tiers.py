@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -19,7 +19,8 @@ from .....bus.control import AuditedBlock, TierCapacity, TiersChanged
 from .....bus.kv_events import DISK, HOST, Medium
 from .....bus.messages import CacheScope, RemoteBlocks
 from .....bus.parts.tiers import moves_of
-from .....bus.steps import KVMove, StepPlan
+from .....bus.steps import KVMove, MoveKind, StepPlan
+from ...allocation import UnitLog
 from .eviction import POLICIES
 
 FETCH_SHARE = 2
@@ -41,12 +42,14 @@ class LoadedBlock(NamedTuple):
         block_id: Its place on the device.
         token_ids: Token ids of the block and all blocks before it.
         scope: Scope of the sequence.
+        snapshot: Number of the snapshot at its end, if this was loaded; else -1.
     """
 
     name: bytes
     block_id: int
     token_ids: Sequence[int]
     scope: CacheScope
+    snapshot: int = -1
 
 
 class RemoteBlock(NamedTuple):
@@ -59,14 +62,6 @@ class RemoteBlock(NamedTuple):
 
 
 NOT_REMOTE: Mapping[bytes, RemoteBlock] = {}
-
-
-class TierLog(Protocol):
-    """A log of the blocks that can be found in a tier; see `KVEventLog`."""
-
-    def store_below(self, medium: Medium, name: bytes) -> None: ...
-    def remove_below(self, medium: Medium, name: bytes) -> None: ...
-    def lose(self, medium: Medium) -> None: ...
 
 
 class Offer(NamedTuple):
@@ -119,9 +114,12 @@ class KVTiers:
     One of `audit_every` loaded blocks, on average, is chosen to be computed again. If it differs,
     the tiers are off until `clear`: nothing is stored, loaded or fetched.
 
+    Snapshots of a recurrent state are accounted for in the same way, by another instance: their
+    names are those of the blocks that end there, their places on the device are their numbers.
+
     Attributes:
         capacity: The executor's tiers.
-        chosen: Loaded blocks to be audited.
+        chosen: Loaded blocks to be audited. Those of both instances are in one.
         difference: The first audited block that differed; None if all were equal.
     """
 
@@ -131,7 +129,9 @@ class KVTiers:
         block_size: int,
         policy: str,
         audit_every: int = 0,
-        events: TierLog | None = None,
+        events: UnitLog | None = None,
+        *,
+        state: bool = False,
     ) -> None:
         """Set up empty tiers.
 
@@ -141,8 +141,11 @@ class KVTiers:
             policy: Name of the eviction policy.
             audit_every: 0 for no audit, as without deterministic mode.
             events: Log of the blocks that can be found; None for no log.
+            state: Whether these are snapshots. Whether one pays depends on the tokens before it,
+                so the caller decides.
         """
         self.capacity = capacity
+        self._state = state
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
         self.difference: AuditedBlock | None = None
         self._audit_every = audit_every
@@ -151,8 +154,8 @@ class KVTiers:
         # Blocks are chosen as long as an audit is due: most have left the device when it begins.
         self._audits_due = 0
         self._computing_ns = capacity.token_ns * block_size
-        self._host_pays = capacity.load_ns < self._computing_ns
-        self._disk_pays = capacity.load_ns + capacity.fetch_ns < self._computing_ns
+        self._host_pays = state or capacity.load_ns < self._computing_ns
+        self._disk_pays = state or capacity.load_ns + capacity.fetch_ns < self._computing_ns
         self._host = POLICIES[policy](capacity.host_slots)
         self._disk = POLICIES[policy](capacity.disk_blocks)
         self._slot_of: dict[bytes, int] = {}
@@ -196,11 +199,11 @@ class KVTiers:
             self._host.hit(name)
             # Of an offer, from another executor, or written in vain.
             if self._begins_write(name):
-                self._moves.append(KVMove("write", name, slot))
+                self._moves.append(self._move("write", name, slot))
         elif (slot := self._take_slot()) is not None:
             self._fill(name, slot)
             write = self._begins_write(name)
-            self._moves.append(KVMove("store", name, slot, block_id, write))
+            self._moves.append(self._move("store", name, slot, block_id, write=write))
             self._counts.stored += 1
 
     def save(self, name: bytes, block_id: int) -> None:
@@ -213,6 +216,16 @@ class KVTiers:
         if self.difference is not None:
             return 0
         return sum(1 for _ in takewhile(self._is_stored, names))
+
+    def num_reachable(
+        self, names: Sequence[bytes], remote: Mapping[bytes, RemoteBlock] = NOT_REMOTE
+    ) -> int:
+        """Return the number of leading names in host slots, or that can be fetched into them, if
+        that beats computing."""
+        if not self._host_pays or self.difference is not None:
+            return 0
+        stored = self._is_stored if self._disk_pays else self._is_near
+        return sum(1 for _ in takewhile(lambda name: name in remote or stored(name), names))
 
     def num_ready(self, names: Sequence[bytes]) -> int:
         """Return the number of leading names in host slots, if loading beats computing."""
@@ -227,7 +240,7 @@ class KVTiers:
             Whether it is chosen to be audited, if it is still there then.
         """
         self._host.hit(name)
-        self._moves.append(KVMove("load", name, self._slot_of[name], block_id))
+        self._moves.append(self._move("load", name, self._slot_of[name], block_id))
         self._counts.loaded += 1
         self._until_audit -= 1
         if self._until_audit == 0:
@@ -239,7 +252,8 @@ class KVTiers:
         """Take note that a chosen block is audited."""
         self._audits_due -= 1
         if not self._audits_due:
-            self.chosen.clear()
+            for block in [each for each in self.chosen if (each.snapshot >= 0) == self._state]:
+                self.chosen.remove(block)
 
     @contextmanager
     def pinned(self, names: Sequence[bytes]) -> Iterator[None]:
@@ -315,7 +329,7 @@ class KVTiers:
                     break
                 else:
                     self._fill(name, slot)
-                moves.append(KVMove("offer", name, slot, block_id))
+                moves.append(self._move("offer", name, slot, block_id))
         offered = tuple(move.name for move in moves)
         self._pin(offered)
         self._offers.pop(seq_id, None)  # offers are in order of their ends
@@ -356,7 +370,7 @@ class KVTiers:
         self.difference = None
         self.forget_host()
         for name in self._on_disk:
-            self._moves.append(KVMove("drop", name))
+            self._moves.append(self._move("drop", name))
         self._on_disk.clear()
         self._disk.clear()
         self._log_lost(DISK)
@@ -393,6 +407,10 @@ class KVTiers:
         """Whether a block is being fetched."""
         return bool(self._fetching)
 
+    def is_fetching(self, name: bytes) -> bool:
+        """Whether a block of this name is being fetched."""
+        return name in self._fetching
+
     def take_moves(self) -> tuple[KVMove, ...]:
         """Return the moves since the last call, in order."""
         moves, self._moves = tuple(self._moves), []
@@ -418,7 +436,7 @@ class KVTiers:
             self._writing.discard(name)
             if name in self._flushed:
                 self._flushed.remove(name)
-                self._moves.append(KVMove("drop", name))
+                self._moves.append(self._move("drop", name))
             elif name not in self._on_disk:
                 self._on_disk.add(name)
                 self._disk.add(name)
@@ -445,9 +463,13 @@ class KVTiers:
             self._counts.audited += 1
             if block.loaded != block.computed:
                 self._counts.different += 1
-                self.difference = self.difference or block
-                self._log_lost(HOST)
-                self._log_lost(DISK)
+                self.turn_off(block)
+
+    def turn_off(self, difference: AuditedBlock) -> None:
+        """Store, load and fetch nothing until `clear`, after a difference."""
+        self.difference = self.difference or difference
+        self._log_lost(HOST)
+        self._log_lost(DISK)
 
     def forget_plans(self, plans: Sequence[StepPlan]) -> None:
         """Drop what these plans store, and all fetches: the executor has dropped them too."""
@@ -456,7 +478,8 @@ class KVTiers:
         for plan in plans:
             for move in moves_of(plan.parts):
                 if (
-                    move.kind in ("store", "offer")
+                    move.state == self._state
+                    and move.kind in ("store", "offer")
                     and move.block_id >= 0
                     and self._slot_of.get(move.name) == move.slot
                 ):
@@ -490,11 +513,17 @@ class KVTiers:
             "kv_disk_total": self.capacity.disk_blocks,
         }
 
+    def _move(self, kind: MoveKind, *args: Any, **fields: Any) -> KVMove:
+        return KVMove(kind, *args, state=self._state, **fields)
+
     def _is_known_elsewhere(self, weight_version: int, scope: CacheScope) -> bool:
         return weight_version == self.capacity.weight_version and not scope.adapter
 
     def _is_stored(self, name: bytes) -> bool:
-        return name in self._slot_of or name in self._fetching or name in self._on_disk
+        return self._is_near(name) or name in self._on_disk
+
+    def _is_near(self, name: bytes) -> bool:
+        return name in self._slot_of or name in self._fetching
 
     def _pin(self, names: Iterable[bytes]) -> None:
         self._pinned.update(names)
@@ -510,9 +539,9 @@ class KVTiers:
         """Return the move that fetches a block from another executor, or else from disk."""
         if remote is None:
             self._disk.hit(name)
-            return KVMove("fetch", name, slot)
+            return self._move("fetch", name, slot)
         self._receiving.add(name)
-        return KVMove(
+        return self._move(
             "fetch",
             name,
             slot,
@@ -565,7 +594,7 @@ class KVTiers:
                 return False
             self._on_disk.remove(victim)
             self._log_removed(DISK, victim)
-            self._moves.append(KVMove("drop", victim))
+            self._moves.append(self._move("drop", victim))
         return True
 
     def _next_gap(self) -> int:

@@ -12,7 +12,7 @@ from ctypes import c_float, c_long, c_void_p
 from functools import partial
 from itertools import chain
 from operator import is_not
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -21,6 +21,10 @@ from torch import Tensor
 from ..attention.paged import PagedBatch
 from ..kernels import cpu
 from ..kernels.cpu import Linear, LinearSum, PagedAttention, RMSNorm
+
+if TYPE_CHECKING:
+    from ..kernels.mixers import DeltaMixer
+    from ..mixers.find import Mixers
 
 _KEPT_ROWS = 64
 """Rows whose scratch memory is kept between steps; larger steps allocate theirs."""
@@ -41,6 +45,8 @@ class _DecoderLayer(ctypes.Structure):
         ("output", c_void_p),
         ("down", c_void_p),
         ("attention", c_void_p),
+        ("gated_heads", c_long),
+        ("mixer", c_void_p),
     )
 
 
@@ -57,6 +63,8 @@ class _Step(ctypes.Structure):
         ("read", c_void_p),
         ("read_tables", c_void_p),
         ("read_contexts", c_void_p),
+        ("rotated", c_long),
+        ("segments", c_void_p),
     )
 
 
@@ -72,15 +80,19 @@ class LayerParts(msgspec.Struct, frozen=True):
             "keys".
         linears: "projection" to queries, keys and values side by side, "gated" for gate and up.
         sums: "output" of the attention, "down" of the MLP.
-        attention: The layer's cache.
-        key_width: Width of a head, all of which rotates.
+        attention: The layer's cache; None of a layer with a mixer.
+        key_width: Width of a head.
+        gated_heads: Whether "projection" has a gate beside each query, for the attention's output.
+        mixer: In place of the attention.
     """
 
     norms: dict[str, RMSNorm]
     linears: dict[str, Linear]
     sums: dict[str, LinearSum]
-    attention: PagedAttention
-    key_width: int
+    attention: PagedAttention | None = None
+    key_width: int = 0
+    gated_heads: bool = False
+    mixer: DeltaMixer | None = None
 
     @property
     def memory(self) -> int:
@@ -88,6 +100,8 @@ class LayerParts(msgspec.Struct, frozen=True):
         projection, gated = self.linears["projection"], self.linears["gated"]
         taken = projection.inputs + self.sums["output"].inputs
         scratch = max(each.scratch for each in self.sums.values())
+        if self.mixer is not None:
+            scratch = max(scratch, self.mixer.scratch)
         return taken + projection.outputs + gated.outputs + scratch
 
     @property
@@ -100,31 +114,47 @@ class DecoderLayers:
     """Consecutive decoder layers, for one thread at a time.
 
     Attributes:
-        key_width: Width of a head, all of which rotates.
+        whole_width: Width of a head, if all of it rotates; 0 if a part does.
     """
 
-    def __init__(self, layers: Sequence[LayerParts], *, watches: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerParts],
+        rotated: int,
+        *,
+        watches: bool,
+        mixers: Mixers | None = None,
+    ) -> None:
         """Take the layers in order; their weights are used in place.
 
         Args:
             layers: The layers.
+            rotated: Numbers of a head that rotate.
+            mixers: Have the segments of a step; None if no layer has a mixer.
             watches: Whether weights may move between two calls without `find_weights`. The check
                 takes a hundredth of a decode step, since the tensors have left the CPU's caches.
 
         Raises:
-            ValueError: The layers differ in rotated width or dtype.
+            ValueError: The layers differ in width of heads or dtype.
         """
-        widths = {layer.key_width for layer in layers}
+        widths = {layer.key_width for layer in layers if layer.key_width}
         dtypes = {linear.dtype for layer in layers for linear in layer.products.values()}
-        if len(widths) != 1 or len(dtypes) != 1:
-            raise ValueError(f"layers of {dtypes} rotate {sorted(widths)} numbers of a head")
-        (self.key_width,), (self._dtype,) = widths, dtypes
+        if len(widths) > 1 or len(dtypes) != 1:
+            raise ValueError(f"layers of {dtypes} have heads of {sorted(widths)} numbers")
+        self.whole_width = rotated if widths == {rotated} else 0
+        self._rotated, (self._dtype,) = rotated, dtypes
         self._layers, self._watches = layers, watches
-        self._run = cpu.library(self._dtype).decoder_layers
+        self._mixers = mixers if any(layer.mixer for layer in layers) else None
+        library = cpu.library
+        if self._mixers is not None:
+            from ..kernels.mixers import library
+        self._run = library(self._dtype).decoder_layers
         self._arguments = (_DecoderLayer * len(layers))(
             *(
                 _DecoderLayer(
-                    attention=layer.attention.argument,
+                    attention=None if layer.attention is None else layer.attention.argument,
+                    gated_heads=layer.gated_heads,
+                    mixer=None if layer.mixer is None else layer.mixer.argument,
                     **{name: linear.argument for name, linear in layer.products.items()},
                 )
                 for layer in layers
@@ -133,8 +163,9 @@ class DecoderLayers:
         self._width = max(layer.memory for layer in layers)
         self._kept = torch.empty(_KEPT_ROWS * self._width, dtype=self._dtype)
         # The modules' own dictionaries, where a trainer that shares the model may put new tensors.
-        parts: list[tuple[Linear | LinearSum | RMSNorm, ...]] = [
-            (*layer.products.values(), *layer.norms.values()) for layer in layers
+        parts: list[tuple[Linear | LinearSum | RMSNorm | DeltaMixer, ...]] = [
+            (*layer.products.values(), *layer.norms.values(), *filter(None, (layer.mixer,)))
+            for layer in layers
         ]
         self._parameters = [each for layer in parts for part in layer for each in part.parameters]
         self._addresses: list[int] = []
@@ -150,17 +181,17 @@ class DecoderLayers:
 
         Args:
             rows: `[rows, hidden]`, contiguous. Rows outside `batch.read` are invalid afterwards.
-            cos: `[rows, key_width]`, contiguous.
+            cos: `[rows, rotated]`, contiguous.
             sin: Likewise.
             batch: The step.
 
         Raises:
-            ValueError: Not all of a head rotates, or rows or factors are of another dtype.
+            ValueError: Other numbers rotate, or rows or factors are of another dtype.
         """
         if not self._dtype is rows.dtype is cos.dtype is sin.dtype:
             raise ValueError(f"{rows.dtype}, {cos.dtype} and {sin.dtype} for {self._dtype}")
         decodes = batch.decodes
-        if cos.shape != (rows.shape[0], self.key_width):
+        if cos.shape != (rows.shape[0], self._rotated):
             raise ValueError(f"{tuple(cos.shape)} numbers rotate {tuple(rows.shape)} rows")
         if self._watches:
             self.find_weights()
@@ -177,7 +208,10 @@ class DecoderLayers:
             decodes.tables.shape[1],
             decodes.contexts.data_ptr(),
             count,
+            rotated=self._rotated,
         )
+        if self._mixers is not None:
+            step.segments = self._mixers.operators.segments_at(self._mixers.segments)  # type: ignore
         if (read := batch.read) is not None:
             step.num_read, step.read = read.rows.count, read.index.data_ptr()
             step.read_tables = read.rows.tables.data_ptr()
@@ -201,6 +235,8 @@ class DecoderLayers:
         for layer, arguments in zip(self._layers, self._arguments, strict=True):
             for linear in layer.products.values():
                 linear.find_weights()
+            if layer.mixer is not None:
+                layer.mixer.find_weights()
             for name, norm in layer.norms.items():
                 weight = norm.weight.data_ptr()
                 setattr(arguments, name, _Norm(weight, norm.epsilon, norm.shifted))

@@ -30,7 +30,8 @@ from ..kernels import cpu
 from ..kv_cache import KVCache
 from ..linear.choose import method_of
 from ..loaded_model import LoadedModel
-from .patterns import Calls, Forward, find_patterns, follow_layers, join_layers, join_output
+from .calls import Calls
+from .patterns import Forward, find_patterns, follow_layers, join_layers, join_output
 
 _COMPARED_TOKENS = 8
 
@@ -72,6 +73,7 @@ class FastModules:
         self.refused: dict[str, str] = {}
         self.is_whole = False
         self._active = False
+        self._begin: Callable[[], None] = _nothing
         self._with_gradients = with_gradients
         kernels = module_kernels(model.device)
         self._calls = Calls(FixedTiles() if tiles is None else tiles, kernels)
@@ -87,8 +89,12 @@ class FastModules:
         def run() -> None:
             model_forward(model.module, inputs, cache)
 
+        if model.mixers is not None:
+            # Each pass begins a sequence.
+            self._begin = partial(cache.drop, 0)
+
         agree = partial(_agree, tolerance=_TOLERANCES[model.dtypes.activations])
-        self._agreed = self._compare(find_patterns(model, self._calls), run, agree)
+        self._agreed = self._compare(find_patterns(model, cache, self._calls), run, agree)
         self._install(self._agreed)
         whole: dict[nn.Module, Forward] = {}
         linears = [each for each in map(method_of, model.module.modules()) if each is not None]
@@ -160,6 +166,7 @@ class FastModules:
                 why = "it computes something else"
                 for fast in offers:
                     try:
+                        self._begin()
                         right = agree(fast(*args, **kwargs), output)
                     except (TypeError, ValueError, RuntimeError) as error:
                         # The module is called in another way than the pattern expects.
@@ -198,6 +205,9 @@ class FastModules:
             return plain(*args, **kwargs)
 
         return forward
+
+
+def _nothing() -> None: ...
 
 
 def module_kernels(device: torch.device) -> ModuleType:

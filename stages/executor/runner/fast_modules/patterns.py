@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,9 +23,10 @@ from ..kernels import cpu
 from ..kernels.cpu import Linear, LinearKind, LinearSum, PagedAttention, RMSNorm
 from ..kv_cache import KVCache
 from ..linear.choose import method_of
-from ..linear.method import LinearMethod, Packed
+from ..linear.method import LinearMethod
 from ..loaded_model import LoadedModel
 from ..ranks.passing import PassingLayer
+from .calls import Calls, pack
 from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]
@@ -38,33 +38,15 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
 
 
-@dataclass
-class Calls:
-    """Shared, mutable options of a model's passes.
-
-    Attributes:
-        tiles: Fixed shapes for torch's part, so that bits don't depend on the batch.
-        kernels: The module with RMSNorm, rotate and gate for the device; products are ours too if
-            it is `cpu`.
-        together: Whether several linear layers may be computed in one product, without calling the
-            modules; otherwise each is called by itself, with any wrappers.
-    """
-
-    tiles: FixedTiles
-    kernels: ModuleType = cpu
-    together: bool = True
-
-    def linear(
-        self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN
-    ) -> Linear | None:
-        """Return our product of these layers; None if the modules compute theirs."""
-        return Linear(layers, kind) if self.kernels is cpu else None
-
-
-def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module, list[Forward]]]:
+def find_patterns(
+    model: LoadedModel, cache: KVCache, calls: Calls
+) -> Iterator[tuple[nn.Module, list[Forward]]]:
     """Iterate over the modules that match a pattern, with their offers."""
     output = model.module.get_output_embeddings()  # type: ignore[operator]
+    shared = () if model.mixers is None else model.mixers.shared
     for module in model.module.modules():
+        if module in shared:
+            continue
         if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
@@ -73,19 +55,13 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
         elif "RMSNorm" in type(module).__name__:
             offers = [*_norm(module, calls)]
         else:
-            patterns = (_decoder_layer(module, model, calls), _attention(module, model, calls))
+            patterns = (
+                _decoder_layer(module, model, cache, calls),
+                _attention(module, model, calls),
+            )
             offers = next(filter(None, (*patterns, _gated_mlp(module, calls))), [])
         if offers:
             yield module, offers
-
-
-def _pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:
-    """Return the weights of a module's linear layers for the kernels; none if a layer is missing
-    or the kernels don't have it."""
-    methods = [method_of(getattr(module, name, None)) for name in names]
-    packed = [None if method is None else method.pack() for method in methods]
-    found = [each for each in packed if each is not None]
-    return found if len(found) == len(names) else []
 
 
 def _linear(method: LinearMethod, calls: Calls, *, wide: bool) -> list[Forward]:
@@ -130,7 +106,7 @@ def _gated_mlp(module: nn.Module, calls: Calls) -> list[Forward]:
 
 def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None:
     """Return a gated MLP's pass up to its last layer, on `[tokens, hidden]`."""
-    packed = _pack(module, _GATED)
+    packed = pack(module, _GATED)
     kind = _kind_of(getattr(module, "act_fn", None))
     if not packed or method_of(getattr(module, "down_proj", None)) is None or kind is None:
         return None
@@ -180,7 +156,7 @@ def _attention(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forw
 
 def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | None:
     """Return an attention module's pass up to its last layer, on `[tokens, hidden]`."""
-    packed = _pack(module, _PROJECTIONS)
+    packed = pack(module, _PROJECTIONS)
     index, last = getattr(module, "layer_idx", None), method_of(getattr(module, "o_proj", None))
     if not packed or last is None or not isinstance(index, int) or index not in model.index_of:
         return None
@@ -191,11 +167,18 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
     if spec.key_dim % 32:
         return None
     kv_heads, width = spec.num_kv_heads, spec.key_dim
-    heads = packed[0].outputs // width
+    heads = last.inputs // spec.value_dim
+    # A gate for the output may be beside each query.
+    gated = packed[0].outputs == 2 * heads * width and width == spec.value_dim
+    if not gated and packed[0].outputs != heads * width:
+        return None
     sizes = [layer.outputs for layer in packed]
     layers = [getattr(module, name) for name in _PROJECTIONS]
     projection, rotate = calls.linear(packed), calls.kernels.rotate
     norms: list[nn.Module | None] = [getattr(module, name, None) for name in _HEAD_NORMS]
+    on_cpu = model.device.type == "cpu"
+    if gated and not on_cpu:
+        return None
 
     def normalised(norm: nn.Module | None, rows: Tensor, count: int) -> Tensor:
         if norm is None:
@@ -213,28 +196,36 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
         **others: Any,
     ) -> Tensor:
         cos, sin = (part[0].contiguous() for part in position_embeddings)
-        if cos.shape[1] != width:
+        if cos.shape[1] != width and (cos.shape[1] % 32 or not on_cpu):
             raise ValueError(f"{cos.shape[1]} of {width} numbers rotate")
+        apart = {"apart": width} if cos.shape[1] != width else {}
         together = None
         if projection is None or not calls.together:
             queries, keys, values = (layer(rows) for layer in layers)
         else:
             together = projection(rows)
             queries, keys, values = together.split_with_sizes(sizes, 1)
-        if norms == [None, None] and together is not None:
-            rotate(together, heads + kv_heads, cos, sin)
+        if norms == [None, None] and together is not None and not gated:
+            rotate(together, heads + kv_heads, cos, sin, **apart)
         else:
+            if gated:
+                queries, gates = queries.reshape(-1, heads, 2, width).unbind(2)
+                queries = queries.reshape(-1, heads * width)
             queries = normalised(norms[0], queries, heads)
             keys = normalised(norms[1], keys, kv_heads)
-            rotate(queries, heads, cos, sin)
-            rotate(keys, kv_heads, cos, sin)
+            rotate(queries, heads, cos, sin, **apart)
+            rotate(keys, kv_heads, cos, sin, **apart)
         qkv = QKV(
             queries.unflatten(1, (heads, width)),
             keys.unflatten(1, (kv_heads, width)),
             values.unflatten(1, (kv_heads, spec.value_dim)),
         )
         output = attention_backend.forward(attention_batch, kv_cache, index, qkv, options)
-        return output.flatten(1)
+        output = output.flatten(1)
+        if gated:
+            flat = gates.reshape(-1, heads * width).contiguous()
+            output = calls.kernels.gate(flat, output.contiguous(), LinearKind.GATED_SIGMOID)
+        return output
 
     return attended
 
@@ -245,7 +236,7 @@ class _DecoderForward:
 
     first: RMSNorm
     second: RMSNorm
-    attention: Any
+    mixer: Any
     mlp: Any
     attended: Forward
     gated: Forward
@@ -260,21 +251,36 @@ class _DecoderForward:
         return output.view(hidden_states.shape)
 
 
-def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forward]:
+def _decoder_layer(
+    module: nn.Module, model: LoadedModel, cache: KVCache, calls: Calls
+) -> list[Forward]:
     """The common decoder layer."""
     parts: dict[str, Any] = dict(module.named_children())
     norms = [_norm(parts[name], calls) for name in _LAYER_NORMS if name in parts]
-    attention, mlp = parts.get("self_attn"), parts.get("mlp")
-    if len(parts) != 4 or len(norms) != 2 or attention is None or mlp is None:
+    mixer, mlp = parts.get("self_attn", parts.get("linear_attn")), parts.get("mlp")
+    if len(parts) != 4 or len(norms) != 2 or mixer is None or mlp is None:
         return []
-    attended, gated = _attended(attention, model, calls), _gated(mlp, calls)
+    if "self_attn" in parts:
+        attended = _attended(mixer, model, calls)
+    elif model.mixers is not None and calls.kernels is cpu:
+        from .mixers import mixer_pass
+
+        attended = mixer_pass(mixer, model, cache, calls)
+    else:
+        attended = None
+    gated = _gated(mlp, calls)
     if attended is None or gated is None:
         return []
-    ends = _added(attention.o_proj, calls), _added(mlp.down_proj, calls)
+    ends = _added(_last_of(mixer), calls), _added(mlp.down_proj, calls)
     return [
-        _DecoderForward(first, second, attention, mlp, attended, gated, *ends)
+        _DecoderForward(first, second, mixer, mlp, attended, gated, *ends)
         for first, second in zip(*norms, strict=True)
     ]
+
+
+def _last_of(mixer: Any) -> Any:
+    """Return the output layer of an attention module or another mixer."""
+    return mixer.o_proj if hasattr(mixer, "o_proj") else mixer.out_proj
 
 
 def _added(layer: nn.Module, calls: Calls) -> Callable[[Tensor, Tensor], Tensor]:
@@ -306,7 +312,11 @@ def join_layers(
         decoder_layers = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
         known = [layer for layer in decoder_layers if layer is not None]
         if known and len(known) == len(decoder_layers):
-            together = DecoderLayers(known, watches=model.is_shared)
+            try:
+                rotated = _rotated(parts["rotary_emb"], model)
+            except TypeError:
+                continue  # it depends on the layer
+            together = DecoderLayers(known, rotated, watches=model.is_shared, mixers=model.mixers)
             cache.follow(together.find_weights)
             yield module, [JoinedDecoder(together, module.forward, calls, parts)]
 
@@ -433,7 +443,7 @@ class JoinedDecoder:
         # A copy, since it is overwritten.
         embed, rotary = self.parts["embed_tokens"], self.parts["rotary_emb"]
         hidden: Tensor = embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        width = self.together.key_width
+        width = self.together.whole_width
         cos, sin = _factors(rotary, hidden, position_ids, width, self.calls.tiles)
         self.together(hidden[0], cos, sin, attention_batch)
         return hidden
@@ -442,14 +452,24 @@ class JoinedDecoder:
 def _factors(
     rotary: nn.Module, hidden: Tensor, position_ids: Tensor, width: int, tiles: FixedTiles
 ) -> list[Tensor]:
-    """Return the rotary factors, `[tokens, width]` each, with bits independent of the batch."""
+    """Return the rotary factors, `[tokens, width]` each, with bits independent of the batch.
+
+    `width`: 0 for one that is not a head's.
+    """
     count = position_ids.shape[-1]
     missing = -count % (VECTOR // math.gcd(VECTOR, width))
     if missing:
         position_ids = F.pad(position_ids, (0, missing))
     # The tiles cost more than the computation in them.
-    with nullcontext() if fills_vectors((count + missing) * width) else tiles:
+    with nullcontext() if width and fills_vectors((count + missing) * width) else tiles:
         return [part[0, :count].contiguous() for part in rotary(hidden, position_ids)]
+
+
+def _rotated(rotary: nn.Module, model: LoadedModel) -> int:
+    """Return the numbers of a head that rotate."""
+    rows = torch.zeros(1, 1, 1, dtype=model.dtypes.activations)
+    width: int = rotary(rows, torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1]
+    return width
 
 
 def _layer_parts(
@@ -458,29 +478,35 @@ def _layer_parts(
     """Return the parts of a layer whose offer by `_decoder_layer` was correct."""
     if not isinstance(layer, _DecoderForward):
         return None
-    attention, mlp = layer.attention, layer.mlp
-    norms = {"first": layer.first, "second": layer.second}
-    for role, name in zip(("queries", "keys"), _HEAD_NORMS, strict=True):
-        module = getattr(attention, name, None)
-        if module is not None:
-            norm = agreed.get(module)
-            if not isinstance(norm, RMSNorm):
-                return None
-            norms[role] = norm
-    projections = _pack(attention, _PROJECTIONS)
-    index = model.index_of[attention.layer_idx]
-    key_width = model.layers[index].key_dim
-    heads = projections[0].outputs // key_width
-    paged = cache.paged_layer(index, PagedAttention, heads, model.attention_options[index])
-    kind = _kind_of(mlp.act_fn)
-    assert isinstance(paged, PagedAttention)
-    assert kind is not None
-    linears = {"projection": Linear(projections), "gated": Linear(_pack(mlp, _GATED), kind)}
+    mixer, mlp = layer.mixer, layer.mlp
     sums = {}
-    for role, last in (("output", attention.o_proj), ("down", mlp.down_proj)):
+    for role, last in (("output", _last_of(mixer)), ("down", mlp.down_proj)):
         method = method_of(last)
         packed = None if method is None else method.pack_sum()
         if packed is None:
             return None
         sums[role] = LinearSum(packed)
-    return LayerParts(norms, linears, sums, paged, key_width)
+    kind = _kind_of(mlp.act_fn)
+    assert kind is not None
+    norms = {"first": layer.first, "second": layer.second}
+    gated = Linear(pack(mlp, _GATED), kind)
+    if not hasattr(mixer, _PROJECTIONS[0]):
+        mixing: Any = layer.attended
+        linears = {"projection": Linear(mixing.packed), "gated": gated}
+        return LayerParts(norms, linears, sums, mixer=mixing.kernel)
+    for role, name in zip(("queries", "keys"), _HEAD_NORMS, strict=True):
+        module = getattr(mixer, name, None)
+        if module is not None:
+            norm = agreed.get(module)
+            if not isinstance(norm, RMSNorm):
+                return None
+            norms[role] = norm
+    projections = pack(mixer, _PROJECTIONS)
+    index = model.index_of[mixer.layer_idx]
+    spec = model.layers[index]
+    heads = sums["output"].inputs // spec.value_dim
+    paged = cache.paged_layer(index, PagedAttention, heads, model.attention_options[index])
+    assert isinstance(paged, PagedAttention)
+    linears = {"projection": Linear(projections), "gated": gated}
+    gates = projections[0].outputs > heads * spec.key_dim
+    return LayerParts(norms, linears, sums, paged, spec.key_dim, gates)

@@ -90,8 +90,7 @@ INLINE float wide(number v) {
     return f;
 }
 
-#ifdef MIXERS  // which multiply no matrices
-#elif defined(AVX2)
+#ifdef AVX2
 #include "products_avx2.h"
 #else
 #include "products_bfloat16.h"

@@ -61,10 +61,6 @@ FLOAT32 = Library("cpu.c", "avx512f", "AVX-512", "FLOAT32")
 FLOAT32_AVX2 = Library("cpu.c", "avx2 fma", "AVX2", "FLOAT32 AVX2")
 SAMPLING = Library("sampling.c", "avx512f", "AVX-512", "SAMPLING")
 SAMPLING_AVX2 = Library("sampling.c", "avx2 fma", "AVX2", "SAMPLING AVX2")
-MIXERS_BFLOAT16 = Library("mixers.c", "avx512_bf16", "AVX512-BF16", "MIXERS BFLOAT16")
-MIXERS_BFLOAT16_AVX2 = Library("mixers.c", "avx2 fma", "AVX2", "MIXERS BFLOAT16 AVX2")
-MIXERS_FLOAT32 = Library("mixers.c", "avx512f", "AVX-512", "MIXERS FLOAT32")
-MIXERS_FLOAT32_AVX2 = Library("mixers.c", "avx2 fma", "AVX2", "MIXERS FLOAT32 AVX2")
 RANKS = Library("ranks.c", "", "", "RANKS")
 
 

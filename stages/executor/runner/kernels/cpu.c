@@ -28,6 +28,7 @@
 #include "linear.h"
 // Behind it, since attention uses the products of linear layers.
 #include "attention.h"
+#include "heads.h"
 
 // --- linear layers -----------------------------------------------------------------------------
 
@@ -82,12 +83,13 @@ void rms_norm(const number *x, const number *weight, number *out, long rows, lon
         norm_row(x + row * width, weight, out + row * width, width, epsilon, shifted);
 }
 
-// Rotates heads that lie side by side, in place: x * cos + rotate_half(x) * sin.
-// x: [heads, width]. cos, sin: [width]. width is a multiple of 32.
-INLINE void rotate_row(number *x, const number *cos, const number *sin, long heads, long width) {
+// Rotates the first numbers of heads that are `apart`, in place: x * cos + rotate_half(x) * sin.
+// cos, sin: [width]. width is a multiple of 32.
+INLINE void rotate_row(number *x, const number *cos, const number *sin, long heads, long apart,
+                       long width) {
     const long half = width / 2;
     for (long head = 0; head < heads; head++) {
-        number *p = x + head * width;
+        number *p = x + head * apart;
         for (long i = 0; i < half; i += 16) {
             Floats low = load_wide(p + i), high = load_wide(p + half + i);
             Floats a = rounded(multiply(low, load_wide(cos + i)));
@@ -102,11 +104,15 @@ INLINE void rotate_row(number *x, const number *cos, const number *sin, long hea
 
 // rotate_row for the first `heads` heads of rows `stride` apart. cos, sin: [rows, width].
 void rotate(number *x, long stride, const number *cos, const number *sin, long rows, long heads,
-            long width) {
+            long apart, long width) {
 #pragma omp parallel for if (rows * heads * width > PARALLEL_WORK)
     for (long row = 0; row < rows; row++)
-        rotate_row(x + row * stride, cos + row * width, sin + row * width, heads, width);
+        rotate_row(x + row * stride, cos + row * width, sin + row * width, heads, apart, width);
 }
+
+#ifdef MIXERS
+#include "mixers.h"
+#endif
 
 // --- attention ---------------------------------------------------------------------------------
 
@@ -127,6 +133,12 @@ void decode_attention(const Attention *a, const number *queries, long stride, nu
     decode_attention_by_team(a, queries, stride, out, rows, tables, blocks, contexts);
 }
 
+// Each head's rows times its own matrix.
+void head_products(const HeadProducts *p, const HeadRows *r, long tokens) {
+#pragma omp parallel if (tokens * p->heads * p->inputs * p->outputs > PARALLEL_WORK)
+    head_products_by_team(p, r, tokens);
+}
+
 // --- decoder layers ----------------------------------------------------------------------------
 
 typedef struct {
@@ -145,16 +157,19 @@ typedef struct {
     const number *bias;  // [outputs] of four, or NULL
 } Sum;
 
-// x += output(attention(projection(norm(x)))), then x += down(gated(norm(x))).
+// x += output(attention(projection(norm(x)))), then x += down(gated(norm(x))). Or, with MIXERS, a
+// mixer in place of the attention.
 typedef struct {
     Norm first, second;
     Norm queries, keys;  // of single heads, before rotation; weight NULL: none
     const Linear *projection, *gated;
     const Sum *output, *down;
     const Attention *attention;
+    long gated_heads;   // each query has a gate behind it, for the attention's output
+    const void *mixer;  // a DeltaMixer, or NULL
 } DecoderLayer;
 
-// Rows of one token each. cos, sin: [rows, key_width]. slots: [rows], where keys and values go.
+// Rows of one token each. cos, sin: [rows, rotated]. slots: [rows], where keys and values go.
 // tables, blocks and contexts are as in decode_attention. read: [num_read], rising: those whose
 // result is wanted, at most half of the rows, with their tables and contexts; num_read is rows if
 // all are.
@@ -166,6 +181,8 @@ typedef struct {
     const int64_t *contexts;
     long num_read;
     const int64_t *read, *read_tables, *read_contexts;
+    long rotated;          // numbers of a head
+    const void *segments;  // Segments of mixers
 } Step;
 
 static void norm_by_team(const Norm *norm, const number *x, number *out, long rows, long width) {
@@ -175,33 +192,62 @@ static void norm_by_team(const Norm *norm, const number *x, number *out, long ro
                  norm->shifted);
 }
 
+// Queries and their gates, head by head, to all queries and then all gates.
+INLINE void part_gates(number *queries, long heads, long width) {
+    number gates[heads * width];
+    for (long head = 0; head < heads; head++) {
+        memcpy(gates + head * width, queries + (2 * head + 1) * width, width * sizeof(number));
+        memmove(queries + head * width, queries + 2 * head * width, width * sizeof(number));
+    }
+    memcpy(queries + heads * width, gates, heads * width * sizeof(number));
+}
+
 // Turns the output of `projection` into queries, in place, and keys and values in the cache.
 static void place_by_team(const DecoderLayer *l, const Step *step, number *projected, long stride) {
     const Attention *a = l->attention;
     const long width = a->key_width, heads = a->kv_heads * a->group;
 #pragma omp for
     for (long row = 0; row < step->rows; row++) {
-        number *query = projected + row * stride, *key = query + heads * width;
+        number *query = projected + row * stride;
+        number *key = query + (l->gated_heads ? 2 : 1) * heads * width;
+        if (l->gated_heads) part_gates(query, heads, width);
         for (long head = 0; head < heads && l->queries.weight; head++)
             norm_row(query + head * width, l->queries.weight, query + head * width, width,
                      l->queries.epsilon, l->queries.shifted);
         for (long head = 0; head < a->kv_heads && l->keys.weight; head++)
             norm_row(key + head * width, l->keys.weight, key + head * width, width, l->keys.epsilon,
                      l->keys.shifted);
-        rotate_row(query, step->cos + row * width, step->sin + row * width, heads + a->kv_heads,
-                   width);
+        const number *cos = step->cos + row * step->rotated, *sin = step->sin + row * step->rotated;
+        rotate_row(query, cos, sin, heads, width, step->rotated);
+        rotate_row(key, cos, sin, a->kv_heads, width, step->rotated);
         store_row(a, key, key + a->kv_heads * width, step->slots[row]);
     }
 }
 
-// Moves the read rows to the front: the projection's output in place, x to `kept`.
-static void keep_by_team(const Step *step, number *projected, long stride, const number *x,
+// Moves the read rows to the front: what is computed of them in place, x to `kept`.
+static void keep_by_team(const Step *step, number *computed, long stride, const number *x,
                          number *kept, long hidden) {
 #pragma omp single
     for (long i = 0; i < step->num_read; i++) {
         const long row = step->read[i];
-        memmove(projected + i * stride, projected + row * stride, stride * sizeof(number));
+        memmove(computed + i * stride, computed + row * stride, stride * sizeof(number));
         memcpy(kept + i * hidden, x + row * hidden, hidden * sizeof(number));
+    }
+}
+
+// Multiplies the attention's output by gates, which are behind the queries.
+static void gate_by_team(const Attention *a, const number *queries, long stride, long rows,
+                         number *attended) {
+    const long width = a->kv_heads * a->group * a->value_width;
+#pragma omp for
+    for (long row = 0; row < rows; row++) {
+        const number *gates = queries + row * stride + width;
+        number *x = attended + row * width;
+        for (long i = 0; i < width; i += 16) {
+            const Mask mask = first(width - i);
+            const Floats gate = rounded(activate(load_wide_some(gates + i, mask), GATED_SIGMOID));
+            store_narrow_some(x + i, mask, multiply(gate, load_wide_some(x + i, mask)));
+        }
     }
 }
 
@@ -240,7 +286,7 @@ static void add_sum_by_team(const Sum *sum, const number *x, long rows, number *
 
 // Runs x, [rows, hidden], through consecutive layers, in place. In the last layer, unread rows only
 // store keys and values. memory: per row, the outputs of the widest layer's projection and gated,
-// the inputs of its output and down, hidden, and what add_sum_by_team needs.
+// the inputs of its output and down, hidden, and what add_sum_by_team and mix_by_team need.
 void decoder_layers(const DecoderLayer *layers, long count, const Step *step, number *x,
                     number *memory) {
     const long rows = step->rows;
@@ -254,17 +300,24 @@ void decoder_layers(const DecoderLayer *layers, long count, const Step *step, nu
         number *summed = gated + rows * row_width(l->gated);
         norm_by_team(&l->first, x, normed, rows, hidden);
         linear_by_team(l->projection, normed, rows, NULL, projected);
-        place_by_team(l, step, projected, stride);
         const int some = step->num_read < rows && l == layers + count - 1;
         const long left = some ? step->num_read : rows;
         number *kept = x;
-        if (some) {
-            kept = normed, normed += left * hidden;
-            keep_by_team(step, projected, stride, x, kept, hidden);
+        if (some) kept = normed, normed += left * hidden;
+#ifdef MIXERS
+        if (l->mixer) {
+            mix_by_team(l->mixer, projected, stride, rows, attended, summed, step->segments);
+            if (some) keep_by_team(step, attended, inputs, x, kept, hidden);
+        } else
+#endif
+        {
+            place_by_team(l, step, projected, stride);
+            if (some) keep_by_team(step, projected, stride, x, kept, hidden);
+            decode_attention_by_team(l->attention, projected, stride, attended, left,
+                                     some ? step->read_tables : step->tables, step->blocks,
+                                     some ? step->read_contexts : step->contexts);
+            if (l->gated_heads) gate_by_team(l->attention, projected, stride, left, attended);
         }
-        decode_attention_by_team(l->attention, projected, stride, attended, left,
-                                 some ? step->read_tables : step->tables, step->blocks,
-                                 some ? step->read_contexts : step->contexts);
         add_sum_by_team(l->output, attended, left, kept, summed);
         norm_by_team(&l->second, kept, normed, left, hidden);
         linear_by_team(l->gated, normed, left, NULL, gated);

@@ -43,7 +43,7 @@ AVX-512 is.
 https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html"""
 
 # The first usable one is taken; the last one's reason is reported.
-_LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
+LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
     torch.bfloat16: (TILES, BFLOAT16, BFLOAT16_AVX2),
     torch.float32: (FLOAT32, FLOAT32_AVX2),
 }
@@ -57,13 +57,14 @@ class LinearKind(IntEnum):
     WIDE = 1
     GATED_SILU = 2
     GATED_TANH_GELU = 3
+    GATED_SIGMOID = 4
 
 
 class _Linear(ctypes.Structure):
     _fields_ = (
-        ("weight", c_void_p * 3),
-        ("bias", c_void_p * 3),
-        ("outputs", c_long * 3),
+        ("weight", c_void_p * 4),
+        ("bias", c_void_p * 4),
+        ("outputs", c_long * 4),
         ("parts", c_long),
         ("inputs", c_long),
         ("kind", c_long),
@@ -83,6 +84,7 @@ class _Attention(ctypes.Structure):
         ("group", c_long),
         ("key_width", c_long),
         ("value_width", c_long),
+        ("value_stride", c_long),
         ("window", c_long),
         ("own_chunk", c_long),
         ("scale", c_float),
@@ -91,14 +93,37 @@ class _Attention(ctypes.Structure):
     )
 
 
+class _HeadProducts(ctypes.Structure):
+    _fields_ = (
+        ("matrices", c_void_p),
+        ("head_stride", c_long),
+        ("heads", c_long),
+        ("inputs", c_long),
+        ("outputs", c_long),
+        ("across", c_long),
+    )
+
+
+class _HeadRows(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("x_token", c_long),
+        ("x_head", c_long),
+        ("out_token", c_long),
+        ("out_head", c_long),
+    )
+
+
 _TYPES = {"p": c_void_p, "l": c_long, "f": c_float}
 _SIGNATURES = {
     "linear": "pplpp",
     "gate": "ppll",
     "rms_norm": "pppllfl",
-    "rotate": "plpplll",
+    "rotate": "plppllll",
     "store": "pplplpl",
     "decode_attention": "pplplplp",
+    "head_products": "ppl",
     "decoder_layers": "plppp",
 }
 _SAMPLING_SIGNATURES = {"softmax_sums": "pllplpppp", "sample": "pllpplpp", "forbid": "plppl"}
@@ -135,7 +160,7 @@ def code(dtype: torch.dtype) -> str:
 
 @cache
 def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
-    return first_usable(_LIBRARIES.get(dtype, ()), _SIGNATURES, f"{dtype} on cpu")
+    return first_usable(LIBRARIES.get(dtype, ()), _SIGNATURES, f"{dtype} on cpu")
 
 
 def first_usable(
@@ -168,15 +193,19 @@ def _allowed(candidate: Library) -> bool:
     if "AMX" in most or not most.startswith(("SSE", "AVX")):
         return True
     if most.startswith(("AVX512", "AVX10")):
-        return candidate is not TILES
+        return not _has_tiles(candidate)
     return candidate.instructions == "AVX2"
+
+
+def _has_tiles(candidate: Library) -> bool:
+    return candidate.processor == TILES.processor
 
 
 def _prepared(candidate: Library, signatures: Mapping[str, str]) -> ctypes.CDLL:
     if not _allowed(candidate):
         raise KernelsUnavailable(f"{MOST_INSTRUCTIONS_VARIABLE} allows no {candidate.instructions}")
     loaded = _declared(load_library(candidate), signatures)
-    if candidate is TILES and not loaded.allow_tiles():
+    if _has_tiles(candidate) and not loaded.allow_tiles():
         raise KernelsUnavailable(f"the system does not allow {candidate.instructions}")
     return loaded
 
@@ -210,12 +239,12 @@ class Linear:
     """
 
     def __init__(self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN) -> None:
-        """Take one to three layers; their weights are used in place."""
+        """Take one to four layers; their weights are used in place."""
         self.parameters = [layer.parameters for layer in layers]
         self.dtype = layers[0].dtype
         self._run = library(self.dtype).linear
         outputs = [layer.outputs for layer in layers]
-        gated = kind in (LinearKind.GATED_SILU, LinearKind.GATED_TANH_GELU)
+        gated = kind >= LinearKind.GATED_SILU
         self.inputs = layers[0].inputs
         self.outputs = outputs[0] if gated else sum(outputs)
         self._output_dtype = torch.float32 if kind == LinearKind.WIDE else self.dtype
@@ -335,7 +364,7 @@ class RMSNorm:
         return output
 
 
-def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
+def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor, apart: int = 0) -> None:
     """Rotary positions, in place: x * cos + rotate_half(x) * sin in each of the first heads.
 
     Args:
@@ -343,6 +372,7 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
         heads: Number of heads to rotate.
         cos: `[rows, width]`, contiguous; width is a multiple of 32.
         sin: Likewise.
+        apart: Width of a head whose first numbers rotate; 0: all do.
 
     Raises:
         ValueError: The factors are of another dtype than the rows.
@@ -350,9 +380,8 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
     if not rows.dtype is cos.dtype is sin.dtype:
         raise ValueError(f"factors of {cos.dtype} and {sin.dtype} for rows of {rows.dtype}")
     count, width = cos.shape
-    library(rows.dtype).rotate(
-        rows.data_ptr(), rows.stride(0), cos.data_ptr(), sin.data_ptr(), count, heads, width
-    )
+    tensors = rows.data_ptr(), rows.stride(0), cos.data_ptr(), sin.data_ptr()
+    library(rows.dtype).rotate(*tensors, count, heads, apart or width, width)
 
 
 def _call(function: Any, *arguments: Tensor | int | None) -> None:
@@ -442,7 +471,7 @@ class PagedAttention:
 
         Args:
             keys: `[blocks, block_size, kv_heads, width]`.
-            values: Likewise.
+            values: Likewise; or, of one KV head, the first numbers of the keys, in their memory.
             heads: Query heads.
             options: Options of the layer.
         """
@@ -456,6 +485,7 @@ class PagedAttention:
             group=heads // keys.shape[2],
             key_width=keys.shape[3],
             value_width=values.shape[3],
+            value_stride=values.stride(2),
             window=options.window or 0,
             own_chunk=options.chunk or 0,
             scale=options.scale,
@@ -495,3 +525,29 @@ class PagedAttention:
         tables = rows.tables.data_ptr(), rows.tables.shape[1], rows.contexts.data_ptr()
         self._library.decode_attention(self.argument, *tensors, rows.count, *tables)
         return output
+
+
+def head_products(rows: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """Multiply each head's rows with a matrix of its own.
+
+    Args:
+        rows: `[tokens, heads, inputs]`, the last dimension contiguous.
+        matrices: `[heads, inputs, outputs]`, each contiguous, or its transpose.
+        out: `[tokens, heads, outputs]` for the products, the last dimension contiguous.
+
+    Raises:
+        ValueError: The layout or a dtype is another one.
+    """
+    heads, inputs, outputs = matrices.shape
+    along = matrices.stride()[1:] == (outputs, 1)
+    across = not along and matrices.stride()[1:] == (1, inputs)
+    if not (along or across) or rows.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError(f"matrices of {tuple(matrices.shape)} by {matrices.stride()}")
+    if not rows.dtype is matrices.dtype is out.dtype:
+        raise ValueError(f"{rows.dtype} rows and {out.dtype} products for {matrices.dtype}")
+    products = _HeadProducts(
+        matrices.data_ptr(), matrices.stride(0), heads, inputs, outputs, across
+    )
+    where = _HeadRows(rows.data_ptr(), out.data_ptr(), *rows.stride()[:2], *out.stride()[:2])
+    run = library(rows.dtype).head_products
+    run(ctypes.addressof(products), ctypes.addressof(where), rows.shape[0])

@@ -14,8 +14,7 @@ INLINE Floats rounded(Floats v) { return v; }
 
 INLINE float wide(number v) { return v; }
 
-#ifdef MIXERS  // which multiply no matrices
-#elif defined(AVX2)
+#ifdef AVX2
 #include "products_avx2.h"
 #else
 #include "products_float32.h"

@@ -1,14 +1,14 @@
 // Linear layers, and the distribution of their work over threads.
 
-enum { PLAIN, WIDE, GATED_SILU, GATED_TANH_GELU };
+enum { PLAIN, WIDE, GATED_SILU, GATED_TANH_GELU, GATED_SIGMOID };
 
 // One or more linear layers over the same rows, their outputs side by side. The gated kinds have
 // two parts, gate and up, without bias, and one output, act(gate) * up. WIDE writes floats,
 // rounded to numbers.
 typedef struct {
-    const number *weight[3];  // [outputs, inputs]
-    const number *bias[3];    // [outputs], or NULL
-    long outputs[3];
+    const number *weight[4];  // [outputs, inputs]
+    const number *bias[4];    // [outputs], or NULL
+    long outputs[4];
     long parts;
     long inputs;
     long kind;
@@ -16,9 +16,9 @@ typedef struct {
 
 INLINE Floats activate(Floats x, long kind) {
     Floats one = spread(1.0f);
-    if (kind == GATED_SILU) {
+    if (kind == GATED_SILU || kind == GATED_SIGMOID) {
         Floats e = exponential(subtract(zeros(), x));
-        return divide(x, add(one, e));
+        return divide(kind == GATED_SILU ? x : one, add(one, e));
     }
     Floats cube = multiply(multiply(x, x), x);
     Floats inner = multiply_add(cube, spread(0.044715f), x);

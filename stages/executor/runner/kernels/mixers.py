@@ -1,38 +1,40 @@
-"""The kernels of `mixers.c` as operators with recurrent state, on CPU tensors.
+"""The kernels of `mixers.h` as operators with recurrent state, on CPU tensors.
 
-A library is compiled when a model with such operators is first loaded.
+They are compiled together with those of `cpu.c`, into a library of their own, when a model with
+such operators is first loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_long, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from msgspec.structs import replace
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..fixed_tiles import elementwise
 from . import cpu
-from .compile import (
-    MIXERS_BFLOAT16,
-    MIXERS_BFLOAT16_AVX2,
-    MIXERS_FLOAT32,
-    MIXERS_FLOAT32_AVX2,
-    Library,
-    digest_of,
-)
+from .compile import digest_of
 
 if TYPE_CHECKING:
     from ..mixers.operators import Segments
 
-_LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
-    torch.bfloat16: (MIXERS_BFLOAT16, MIXERS_BFLOAT16_AVX2),
-    torch.float32: (MIXERS_FLOAT32, MIXERS_FLOAT32_AVX2),
+_LIBRARIES = {
+    dtype: tuple(replace(each, define=f"{each.define} MIXERS") for each in candidates)
+    for dtype, candidates in cpu.LIBRARIES.items()
 }
-_SIGNATURES = {"recur": "pp", "convolve": "pplpp", "scan": "pp"}
+_SIGNATURES = {
+    "recur": "pp",
+    "convolve": "pplpp",
+    "scan": "pp",
+    "mix": "ppllppp",
+    "decoder_layers": "plppp",
+}
 
 _MOST_TAPS = 8
 _ACTIVATIONS = {None: False, "silu": True, "swish": True}
@@ -130,8 +132,8 @@ class KernelOperators:
         self._segments: Segments | None = None
         self._run = _Segments()
 
-    def _segments_of(self, segments: Segments) -> int:
-        """Return the address of the kernels' argument, kept for the layers of a step."""
+    def segments_at(self, segments: Segments) -> int:
+        """Return the address of a step's segments for the kernels, until the next step."""
         if self._segments is not segments:
             self._segments = segments
             columns = segments.first, segments.count, segments.slot, segments.save
@@ -168,7 +170,7 @@ class KernelOperators:
             x.data_ptr(),
             x.stride(0),
             output.data_ptr(),
-            self._segments_of(segments),
+            self.segments_at(segments),
         )
         if activation not in _ACTIVATIONS:
             output = elementwise(ACT2FN[activation], output)
@@ -186,10 +188,13 @@ class KernelOperators:
         state: Tensor,
         segments: Segments,
     ) -> Tensor:
-        betas = beta.float()
-        options = {"betas": betas, "by_channel": g.dim() == 3}
         return self._recur(
-            q, k, v, g, state, segments, scale=scale, normalised=l2norm, logarithms=True, **options
+            *(q, k, v, g, state, segments),
+            betas=beta.float(),
+            scale=scale,
+            normalised=l2norm,
+            logarithms=True,
+            by_channel=g.dim() == 3,
         )
 
     def ssd(
@@ -204,9 +209,13 @@ class KernelOperators:
         segments: Segments,
     ) -> Tensor:
         times = dt.float()
-        options = {"factors": times, "residual": None if D is None else D.float()}
-        decays = times * A
-        return self._recur(C, B, x, decays, state, segments, logarithms=True, wide=True, **options)
+        return self._recur(
+            *(C, B, x, times * A, state, segments),
+            factors=times,
+            residual=None if D is None else D.float(),
+            logarithms=True,
+            wide=True,
+        )
 
     def lightning(
         self,
@@ -261,7 +270,7 @@ class KernelOperators:
             **{name: each.data_ptr() for name, each in scalars.items() if each is not None},
             **options,
         )
-        self._library.recur(ctypes.addressof(argument), self._segments_of(segments))
+        self._library.recur(ctypes.addressof(argument), self.segments_at(segments))
         return output
 
     def selective_scan(
@@ -294,7 +303,7 @@ class KernelOperators:
             x.shape[1],
             A.shape[1],
         )
-        self._library.scan(ctypes.addressof(argument), self._segments_of(segments))
+        self._library.scan(ctypes.addressof(argument), self.segments_at(segments))
         return output
 
     def _check(self, *tensors: Tensor | None) -> None:
@@ -302,3 +311,115 @@ class KernelOperators:
         for each in tensors:
             if each is not None and each.dtype is not self._dtype:
                 raise ValueError(f"a tensor of {each.dtype} for kernels of {self._dtype}")
+
+
+class _DeltaMixer(ctypes.Structure):
+    _fields_ = (
+        ("convolution", _Convolution),
+        ("recurrence", _Recurrence),
+        ("rates", c_void_p),
+        ("biases", c_void_p),
+        ("norm", c_void_p),
+        ("epsilon", c_float),
+    )
+
+
+class DeltaMixer:
+    """Gated DeltaNet between its projections: convolution, gates, gated delta rule, gated norm.
+
+    Attributes:
+        parameters: Parameters of the modules that it replaces.
+        dtype: Dtype of rows and parameters.
+        argument: Address of the kernels' argument.
+        outputs: Width of an output row.
+        scratch: Scratch numbers for each row.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        convolution: nn.Module,
+        norm: nn.Module,
+        epsilon: float,
+        states: Sequence[Tensor],
+    ) -> None:
+        """Take a mixer's modules and its state; both are used in place.
+
+        Args:
+            module: Has the parameters `A_log` and `dt_bias`, `[heads]`.
+            convolution: Of queries, keys and values, without bias.
+            norm: Of a head's outputs.
+            epsilon: Of the norm.
+            states: `[slots, width - 1, channels]` and `[slots, heads, key_width, value_width]`.
+
+        Raises:
+            ValueError: The parameters have other shapes.
+        """
+        self.parameters = [each._parameters for each in (module, convolution, norm)]
+        windows, state = self._states = states
+        _, heads, key_width, value_width = state.shape
+        _, kept, channels = windows.shape
+        groups, rest = divmod(channels - heads * value_width, 2 * key_width)
+        shapes = [(heads,), (heads,), (channels, 1, kept + 1), (value_width,)]
+        if rest or heads % groups or [each.shape for each in self._found()] != shapes:
+            raise ValueError(f"parameters of other shapes than {shapes}")
+        self.dtype = windows.dtype
+        self.outputs = heads * value_width
+        self._library = library(self.dtype)
+        # Two floats for each head, and the convolution's output; the last for alignment.
+        self.scratch = 2 * heads * 4 // self.dtype.itemsize + channels + 64
+        self._arguments = _DeltaMixer(
+            convolution=_Convolution(channels=channels, taps=kept + 1, activated=True),
+            recurrence=_Recurrence(
+                groups=groups,
+                heads=heads,
+                key_width=key_width,
+                value_width=value_width,
+                logarithms=True,
+                normalised=True,
+                scale=key_width**-0.5,
+            ),
+            epsilon=epsilon,
+        )
+        self.argument = ctypes.addressof(self._arguments)
+        self.find_weights()
+        self.find_states()
+
+    def find_weights(self) -> None:
+        """Update the parameters' addresses: a trainer that shares the model may replace them."""
+        rates, biases, taps, norm = (each.data_ptr() for each in self._found())
+        arguments = self._arguments
+        arguments.rates, arguments.biases, arguments.norm = rates, biases, norm
+        arguments.convolution.weight = taps
+
+    def find_states(self) -> None:
+        """Update the states' addresses after their memory has changed."""
+        windows, state = (each.data_ptr() for each in self._states)
+        self._arguments.convolution.windows = windows
+        self._arguments.recurrence.state = state
+
+    def _found(self) -> list[Tensor]:
+        own, convolution, norm = self.parameters
+        found = own["A_log"], own["dt_bias"], convolution["weight"], norm["weight"]
+        return [each for each in found if each is not None]
+
+    def __call__(self, projected: Tensor, segments: int) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            projected: `[tokens, width]`, each row contiguous: queries, keys, values, `[channels]`;
+                gates, `[heads, value_width]`; learning rates, `[heads]`; time steps, `[heads]`.
+            segments: As of `segments_at`.
+
+        Returns:
+            `[tokens, heads * value_width]`.
+        """
+        if projected.dtype is not self.dtype:
+            raise ValueError(f"rows of {projected.dtype} for a mixer of {self.dtype}")
+        self.find_weights()
+        count = len(projected)
+        output = torch.empty(count, self.outputs, dtype=self.dtype)
+        memory = torch.empty(count * self.scratch, dtype=self.dtype)
+        rows = projected.data_ptr(), projected.stride(0), count
+        self._library.mix(self.argument, *rows, output.data_ptr(), memory.data_ptr(), segments)
+        return output

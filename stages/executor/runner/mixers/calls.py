@@ -20,10 +20,12 @@ class Pass(Protocol):
     """A mixer in a pass over the model.
 
     Attributes:
+        module: The mixer's module.
         operators: The operators.
         segments: The segments of the step.
     """
 
+    module: Any
     operators: Operators
     segments: Segments
 
@@ -91,7 +93,7 @@ def mamba2_chunk_scan(
     **__: Any,
 ) -> Tensor:
     """Mamba-2, `[1, tokens, heads, dim]`."""
-    _, _, heads, width = hidden_states.shape
+    heads, width = hidden_states.shape[2:]
     state = mixer.state((heads, B.shape[3], width), torch.float32)
     x, b, c = (each[0].contiguous() for each in (hidden_states, B, C))
     time = torch.clamp(_times(dt[0], dt_bias, softplus=dt_softplus), *dt_limit).contiguous()
@@ -127,6 +129,11 @@ def _times(dt: Tensor, bias: Tensor | None, *, softplus: bool) -> Tensor:
     return elementwise(F.softplus, dt) if softplus else dt
 
 
+def apply_mask_to_padding_states(mixer: Pass, hidden_states: Tensor, *_: Any) -> Tensor:
+    """The states as they are: a flattened batch has no padding."""
+    return hidden_states
+
+
 def _fused(mixer: Pass, *_: Any, **__: Any) -> None:
     """Fused passes, which the mixers do without if they return nothing."""
 
@@ -141,6 +148,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": torch_chunk_gated_delta_rule,
     "mamba2_chunk_scan": mamba2_chunk_scan,
     "mamba_selective_scan": mamba_selective_scan,
+    "apply_mask_to_padding_states": apply_mask_to_padding_states,
     "mamba2_split_conv1d_scan_combined": _fused,
     "mamba_inner_fn": _fused,
     "causal_conv1d_update": _unreached,
@@ -150,3 +158,24 @@ CALLS: dict[str, Callable[..., Any]] = {
     "mamba_selective_state_update": _unreached,
 }
 """By the name in Transformers."""
+
+
+def lightning_attention(
+    mixer: Pass, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Pass of a module that computes lightning attention itself, block by block."""
+    module, heads = mixer.module, mixer.module.num_attention_heads
+    mixed = module.act_fn(module.qkv_proj(hidden_states))[0]
+    q, k, v = (
+        each.contiguous()
+        for each in mixed.view(len(mixed), heads, -1).split(module.head_dim, dim=2)
+    )
+    state = mixer.state((heads, module.head_dim, module.head_dim), torch.float32)
+    decay = torch.exp(-module.slope_rate.float().flatten())
+    output = mixer.operators.lightning(q, k, v, decay, state, mixer.segments)
+    output = module.norm(output.view(*hidden_states.shape[:2], -1))
+    return module.out_proj(F.sigmoid(module.output_gate(hidden_states)) * output), None
+
+
+PASSES: dict[str, Callable[..., Any]] = {"LightningAttention": lightning_attention}
+"""Passes of whole modules, by the end of the class's name in Transformers."""

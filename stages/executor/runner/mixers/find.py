@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ..state.kinds import StateTensor
-from .calls import CALLS
+from .calls import CALLS, PASSES
 from .operators import Operators, Segments
 from .reference import ReferenceOperators
+
+_ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 
 
 class MixerState:
@@ -48,14 +50,27 @@ class Mixers:
         operators: Compute what mixes tokens.
         segments: The segments of the current step.
         states: The state of each mixer; known after `probing`.
+        shared: Attention modules that layers share, or their weights, which get the layer's number
+            with each call; their own `layer_idx` is one for all.
     """
 
-    def __init__(self, mixers: Sequence[tuple[nn.Module, dict[str, FunctionType]]]) -> None:
-        """`mixers`: modules, and those of their methods that call operators."""
+    def __init__(
+        self,
+        mixers: Sequence[tuple[nn.Module, dict[str, FunctionType]]],
+        shared: Sequence[nn.Module] = (),
+    ) -> None:
+        """Take the modules.
+
+        Args:
+            mixers: Modules, and those of their methods that call operators.
+            shared: As the attribute.
+        """
         self.operators: Operators = ReferenceOperators()
         self.segments = _TWO_TOKENS
         self.states: tuple[MixerState, ...] = ()
+        self.shared = frozenset(shared)
         self._mixers = [_Mixer(self, *each) for each in mixers]
+        self._shared = [_Shared(each) for each in shared]
 
     def use_kernels(self, dtype: torch.dtype, device: torch.device) -> str:
         """Take the kernels for activations of a dtype, if they agree with the definition.
@@ -71,6 +86,11 @@ class Mixers:
     def __len__(self) -> int:
         return len(self._mixers)
 
+    def index_of(self, module: nn.Module) -> int | None:
+        """Return the index of a module's state; None if it is no mixer."""
+        found = (index for index, each in enumerate(self._mixers) if each.module is module)
+        return next(found, None)
+
     @contextmanager
     def active(self, segments: Segments, states: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         """Context of one pass over the model.
@@ -79,47 +99,88 @@ class Mixers:
             segments: Its segments.
             states: The tensors of each mixer.
         """
-        self.segments = segments
-        for mixer, tensors in zip(self._mixers, states, strict=True):
-            mixer.begin(tensors)
-        try:
+        with self._taken(segments, states):
             yield
-        finally:
-            for mixer in self._mixers:
-                mixer.end()
 
     @contextmanager
     def probing(self) -> Iterator[None]:
         """Context of one pass over two tokens, in which mixers record the state that they keep."""
-        self.segments = _TWO_TOKENS
-        for mixer in self._mixers:
-            mixer.begin(None)
+        with self._taken(_TWO_TOKENS, [None] * len(self._mixers)):
+            yield
+        self.states = tuple(MixerState(mixer.found) for mixer in self._mixers)
+
+    @contextmanager
+    def _taken(
+        self, segments: Segments, states: Sequence[Sequence[Tensor] | None]
+    ) -> Iterator[None]:
+        self.segments = segments
+        for mixer, tensors in zip(self._mixers, states, strict=True):
+            mixer.begin(tensors)
+        for each in self._shared:
+            each.begin()
         try:
             yield
         finally:
-            for mixer in self._mixers:
-                mixer.end()
-        self.states = tuple(MixerState(mixer.found) for mixer in self._mixers)
+            for module in (*self._mixers, *self._shared):
+                module.end()
 
 
 _TWO_TOKENS = Segments(*(np.array([each], np.int64) for each in (0, 2, 0, -1)))
 
 
-class _Mixer:
+class _Taken:
+    """A module that has other methods during a pass."""
+
+    methods: dict[str, Any]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        own = vars(self.module)
+        self._before = {name: own[name] for name in self.methods if name in own}
+        own.update(self.methods)
+
+    def end(self) -> None:
+        own = vars(self.module)
+        for name in self.methods:
+            del own[name]
+        own.update(self._before)
+
+
+class _Shared(_Taken):
+    """An attention module whose `layer_idx` is that of the current call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.methods = {"forward": self._forward, "layer_idx": None}
+        self._plain = type(module).forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(self._plain).bind(self.module, *args, **kwargs)
+        vars(self.module)["layer_idx"] = call.arguments["layer_idx"]
+        return self._plain(self.module, *args, **kwargs)
+
+
+class _Mixer(_Taken):
     """One mixer, a `Pass` of its operators."""
 
     def __init__(
         self, owner: Mixers, module: nn.Module, functions: dict[str, FunctionType]
     ) -> None:
+        super().__init__(module)
         self.found: list[StateTensor] = []
-        self._owner, self._module = owner, module
+        self._owner = owner
         self._tensors: Iterator[Tensor] | None = None
         calls = {name: partial(call, self) for name, call in CALLS.items()}
-        self._methods = {
+        self.methods = {
             name: MethodType(_with_globals(function, calls), module)
             for name, function in functions.items()
         }
-        self._before: dict[str, Any] = {}
+        for end, forward in PASSES.items():
+            if type(module).__name__.endswith(end):
+                self.methods["forward"] = partial(forward, self)
 
     @property
     def operators(self) -> Operators:
@@ -133,21 +194,13 @@ class _Mixer:
         if self._tensors is not None:
             return next(self._tensors)
         self.found.append(StateTensor(shape, dtype))
-        device = next(self._module.parameters()).device
+        device = next(self.module.parameters()).device
         return torch.zeros(1, *shape, dtype=dtype, device=device)
 
-    def begin(self, tensors: Sequence[Tensor] | None) -> None:
+    def begin(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Begin a pass; without tensors, record those that operators need."""
         self._tensors = None if tensors is None else iter(tensors)
-        own = vars(self._module)
-        self._before = {name: own[name] for name in self._methods if name in own}
-        own.update(self._methods)
-
-    def end(self) -> None:
-        own = vars(self._module)
-        for name in self._methods:
-            del own[name]
-        own.update(self._before)
+        super().begin()
 
 
 def find_mixers(model: nn.Module) -> Mixers | None:
@@ -160,16 +213,29 @@ def find_mixers(model: nn.Module) -> Mixers | None:
             functions[kind] = _calling(kind)
         if functions[kind]:
             found.append((module, functions[kind]))
-    return Mixers(found) if found else None
+    return Mixers(found, _shared_attention(model)) if found else None
+
+
+def _shared_attention(model: nn.Module) -> list[nn.Module]:
+    """Return attention modules that take the layer's number as an argument."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx")
+        and "layer_idx" in inspect.signature(type(module).forward).parameters
+        and _ATTENTION in inspect.unwrap(type(module).forward).__code__.co_names
+    ]
 
 
 def _calling(kind: type) -> dict[str, FunctionType]:
-    """Return the methods of a class that call operators by name, without decorators."""
+    """Return the methods of a class that call operators by name, or compute them, without
+    decorators."""
     found = {}
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         function = inspect.unwrap(method)
         named = function.__code__.co_names
-        if any(each in CALLS and each in function.__globals__ for each in named):
+        whole = name == "forward" and kind.__name__.endswith(tuple(PASSES))
+        if whole or any(each in CALLS and each in function.__globals__ for each in named):
             found[name] = function
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, LlavaConfig
 from transformers import LlavaForConditionalGeneration as Llava
@@ -15,7 +16,7 @@ from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner.comparison import compare_with_transformers
 
 from .. import vision_models
-from ..models import ARCHITECTURES, make_model
+from ..models import ARCHITECTURES, make_config, make_model
 from ..vision_models import make_processor, make_vision_model
 
 CONFIG = EngineConfig(device="cpu", block_size=4, deterministic=False)
@@ -29,18 +30,39 @@ class _Mixing(LlamaMLP):
         return mixed
 
 
-class Mixing(LlamaForCausalLM):
+class _ByPlace(LlamaMLP):
+    """Takes the place in the batch for the position, from `floor_scale` tokens on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1]) // self.config.floor_scale
+        scaled: Tensor = super().forward(x) * (1.0 + places[:, None])
+        return scaled
+
+
+class Altered(LlamaForCausalLM):
+    mlp: type[LlamaMLP]
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for layer in self.model.layers:
-            layer.mlp = _Mixing(config)
+            layer.mlp = self.mlp(config)
+
+
+class Mixing(Altered):
+    mlp = _Mixing
+
+
+class ByPlace(Altered):
+    mlp = _ByPlace
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_tokens_that_meet_outside_attention_are_refused(kernels: str) -> None:
-    module = Mixing(make_model("llama").config)
+@pytest.mark.parametrize("kind", [Mixing, ByPlace])
+def test_tokens_that_depend_on_their_batch_are_refused(kind: type[Altered], kernels: str) -> None:
+    # Longer than all positions of the check, but for the rule that scales it down.
+    module = kind(make_config("llama", floor_scale=8192))
     config = EngineConfig(device="cpu", kernels=kernels)
-    with pytest.raises(ModelError, match="Mixing can't be served: it gives other logits"):
+    with pytest.raises(ModelError, match=f"{kind.__name__} can't be served: it gives other logits"):
         ExecutorCore(config, model=wrap_model(module, 64))
 
 

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nano_inference.stages.executor import KVCache, LoadedModel
+from nano_inference.stages.executor import KVCache, LoadedModel, wrap_model
 from nano_inference.stages.executor.runner import system_memory
+from nano_inference.stages.executor.runner.kv_cache import block_bytes
 from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 from nano_inference.stages.executor.runner.system_memory import (
     HUGE_PAGE,
@@ -22,6 +23,7 @@ from nano_inference.stages.executor.runner.system_memory import (
 )
 
 from ....resident import asks_for_huge_pages, needs_proc, resident_bytes, resident_bytes_of_file
+from ..models import make_model
 
 
 def make_cache(device: str, num_blocks: int = 5, *, huge_pages: bool = False) -> KVCache:
@@ -32,6 +34,16 @@ def make_cache(device: str, num_blocks: int = 5, *, huge_pages: bool = False) ->
         nn.Module(), config, torch.device(device), Dtypes.of(torch.float32), 4096, 16, layers
     )
     return KVCache(model, num_blocks, block_size=4, huge_pages=huge_pages)
+
+
+def test_a_layer_that_reads_the_keys_and_values_of_another_has_no_memory_of_its_own() -> None:
+    model = wrap_model(make_model("gemma3n_text"), 64)
+    assert [layer.source for layer in model.layers] == [None, None, None, 2, 1]
+    cache = KVCache(model, 3, block_size=4)
+    assert block_bytes(model, 4) * 4 == cache.num_bytes == sum(t.nbytes for t in cache.keys[:3]) * 2
+    for own, read in ((3, 2), (4, 1)):
+        assert cache.keys[own] is cache.keys[read]
+        assert cache.values[own] is cache.values[read]
 
 
 @needs_proc

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from nano_inference.bus.media import MediaItem
-from nano_inference.stages.executor.runner.media import MediaEmbeddings, MediaError, Positions
+from nano_inference.stages.executor.runner.media import (
+    LookAhead,
+    MediaEmbeddings,
+    MediaError,
+    Positions,
+)
 from nano_inference.store.images import StoredImage
 
 STORED = {"a": StoredImage(2, 2, b""), "b": StoredImage(2, 2, b"")}
@@ -19,20 +24,21 @@ STORED = {"a": StoredImage(2, 2, b""), "b": StoredImage(2, 2, b"")}
 class Encoder:
     """Embeddings that name their encoder."""
 
-    sees_itself = False
+    looks_ahead: LookAhead = "nowhere"
+    num_deep = 0
     rotates_in_space = False
     settings: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, kind: str, value: float) -> None:
         self.kind, self._value = kind, value
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return input_ids[..., None].float()
+    def arguments(self, input_ids: Tensor, places: Tensor, rows: Tensor) -> dict[str, Any]:
+        return {"inputs_embeds": rows}
 
     def encode(self, item: MediaItem, stored: StoredImage) -> Tensor:
         if not item.num_tokens:
             raise MediaError("it has no tokens")
-        return torch.full((item.num_tokens, 1), self._value)
+        return torch.full((1, item.num_tokens, 1), self._value)
 
     def positions(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> Positions | None:
         return None
@@ -61,7 +67,7 @@ def test_an_item_is_an_image_unless_it_says_otherwise() -> None:
 def test_a_failure_belongs_to_its_item(embeddings: MediaEmbeddings) -> None:
     broken, lost, strange = item("b", num_tokens=0), item("c", "sound"), item("b", "smell", 1)
     embeddings.apply((), (broken, item("a"), lost, strange), STORED)
-    assert embeddings.of(item("a")).shape == (2, 1)
+    assert embeddings.of(item("a")).shape == (1, 2, 1)
     assert embeddings.num_encoded == 1
     for each, message in (
         (broken, "it has no tokens"),

@@ -107,6 +107,36 @@ def test_unsupported_masks_are_refused() -> None:
         wrap_model(model, 64)
 
 
+def test_unknown_keywords_of_attention_are_refused() -> None:
+    """By which other implementations compute something else, such as sparse attention."""
+    model = make_model("llama")
+
+    def add(*given: Any) -> Any:
+        return given[1], given[2] | {"block_indices": torch.zeros(1)}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(add, with_kwargs=True)
+    with pytest.raises(ModelError, match="layer 1 computes attention by `block_indices`"):
+        wrap_model(model, 64)
+
+
+def test_layers_that_change_their_mask_are_refused() -> None:
+    model = make_model("llama")
+
+    def cut(*given: Any) -> Any:
+        return given[1], given[2] | {"attention_mask": given[2]["attention_mask"][:, :, :1]}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(cut, with_kwargs=True)
+    with pytest.raises(ModelError, match="its layers compute with their masks"):
+        wrap_model(model, 64)
+
+
+def test_indexers_of_an_unknown_kind_are_refused() -> None:
+    model = make_model("llama")
+    model.model.layers[1].self_attn.indexer = torch.nn.Linear(4, 4)
+    with pytest.raises(ModelError, match="an indexer of a kind that is not known"):
+        wrap_model(model, 64)
+
+
 @pytest.mark.parametrize("device", ["tpu9", "meta", "cuda:77"])
 def test_devices_that_are_not_there(tmp_path: Path, device: str) -> None:
     with pytest.raises(ModelError, match=r"device '.*; here (is|are) .*cpu; use one, or 'auto'"):

@@ -123,7 +123,14 @@ def make_model(case: Case, subject: Subject) -> LoadedModel:
     config: Any = None
     device = torch.device(subject.device)
     return LoadedModel(
-        nn.Module(), config, device, Dtypes.of(subject.dtype), 4096, 16, (spec, spec)
+        nn.Module(),
+        config,
+        device,
+        Dtypes.of(subject.dtype),
+        4096,
+        16,
+        (spec, spec),
+        layer_indices=(0, 1),
     )
 
 

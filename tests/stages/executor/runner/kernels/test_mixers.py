@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.stages.executor.runner.kernels import mixers
-from nano_inference.stages.executor.runner.kernels.compile import (
-    MIXERS_BFLOAT16,
-    MIXERS_BFLOAT16_AVX2,
-    MIXERS_FLOAT32,
-    MIXERS_FLOAT32_AVX2,
-    KernelsUnavailable,
-)
+from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable, Library
 from nano_inference.stages.executor.runner.kernels.mixers import KernelOperators
 from nano_inference.stages.executor.runner.mixers.choose import choose_operators
 from nano_inference.stages.executor.runner.mixers.operators import Operators, Segments
@@ -37,17 +31,13 @@ def inference() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(
-    params=[
-        (torch.bfloat16, MIXERS_BFLOAT16),
-        (torch.bfloat16, MIXERS_BFLOAT16_AVX2),
-        (torch.float32, MIXERS_FLOAT32),
-        (torch.float32, MIXERS_FLOAT32_AVX2),
-    ],
-    ids=lambda param: param[1].define.lower().replace(" ", "-"),
-)
+LIBRARIES = [(dtype, each) for dtype, found in mixers._LIBRARIES.items() for each in found]
+
+
+@pytest.fixture(params=LIBRARIES, ids=lambda param: param[1].define.lower().replace(" ", "-"))
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """That of one of the libraries, which is used then."""
+    one: Library
     found, one = request.param
     monkeypatch.setitem(mixers._LIBRARIES, found, (one,))
     mixers.library.cache_clear()

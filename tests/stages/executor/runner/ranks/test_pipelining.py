@@ -58,7 +58,7 @@ def run_stages(
         pipeline = PipelineRank(group, width, outputs.get(group.rank))
         try:
             model = load_sharded(config, own, pipeline)
-            assert model.first_layer == pipeline.layers.start
+            assert model.layer_indices == tuple(pipeline.layers)
             assert len(model.layers) == len(pipeline.layers)
             if compares:
                 compare_shards(config, model, own)

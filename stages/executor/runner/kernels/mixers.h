@@ -1,16 +1,4 @@
-// Kernels for mixers with recurrent state, compiled for the same instructions as cpu.c, except
-// AMX: with FLOAT32 for AVX-512, with BFLOAT16 for AVX512-BF16, and with AVX2 besides.
-//
-// Weights, inputs and outputs are of the type `number` unless noted, states are floats. Pointers
-// need no alignment. Arguments are checked by the callers in mixers.py.
-
-#include "vectors.h"
-
-#ifdef FLOAT32
-#include "float32.h"
-#else
-#include "bfloat16.h"
-#endif
+// Mixers with recurrent state, part of cpu.c if MIXERS is defined.
 
 #include "recurrences.h"
 
@@ -33,10 +21,6 @@ typedef struct {
     long activated;        // by SiLU, after rounding
 } Convolution;
 
-INLINE Floats silu(Floats x) {
-    return divide(x, add(spread(1.0f), exponential(subtract(zeros(), x))));
-}
-
 // Channels `start` to `stop` of one token. rows: its and the earlier tokens' inputs. weights:
 // [taps, CHANNELS], and a bias.
 INLINE void convolve_token(const Convolution *c, int taps, const number *const *rows,
@@ -49,7 +33,7 @@ INLINE void convolve_token(const Convolution *c, int taps, const number *const *
         for (int tap = 0; tap < taps; tap++)
             sum = multiply_add(load_wide_some(rows[tap] + i, mask),
                                load_floats(weight + tap * CHANNELS), sum);
-        if (c->activated) sum = silu(rounded(sum));
+        if (c->activated) sum = activate(rounded(sum), GATED_SILU);
         store_narrow_some(out + i, mask, sum);
     }
 }
@@ -208,4 +192,84 @@ void scan(const Scan *c, const Segments *s) {
                        state + start * c->width, (stop - start) * c->width * sizeof(float));
         } while (++segment < s->segments && continues(s, segment));
     }
+}
+
+// --- Gated DeltaNet ------------------------------------------------------------------------------
+
+// From projections of each token, side by side: keys, queries and values, which are convolved; the
+// gates of the outputs, [heads, value_width]; learning rates, [heads]; steps, [heads].
+typedef struct {
+    Convolution convolution;
+    Recurrence recurrence;  // without the pointers to a step's numbers
+    const number *rates;    // [heads], logarithms
+    const number *biases;   // [heads], of steps
+    const number *norm;     // [value_width]
+    float epsilon;
+} DeltaMixer;
+
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// The decays and learning rates of rows, as floats.
+static void gates_by_team(const DeltaMixer *m, const number *rates, long stride, long rows,
+                          float *decays, float *betas) {
+    const long heads = m->recurrence.heads;
+    float factors[heads];
+    for (long head = 0; head < heads; head++) factors[head] = -expf(wide(m->rates[head]));
+#pragma omp for nowait
+    for (long row = 0; row < rows; row++) {
+        const number *rate = rates + row * stride, *step = rate + heads;
+        for (long head = 0; head < heads; head += 16) {
+            const Mask mask = first(heads - head);
+            const Floats e = exponential(subtract(zeros(), load_wide_some(rate + head, mask)));
+            const Floats beta = rounded(divide(spread(1.0f), add(spread(1.0f), e)));
+            store_floats_some(betas + row * heads + head, mask, beta);
+        }
+        for (long head = 0; head < heads; head++)
+            decays[row * heads + head] =
+                factors[head] * softplus(wide(step[head]) + wide(m->biases[head]));
+    }
+}
+
+// RMSNorm of a head's outputs, in place, times SiLU of their gates in float32.
+INLINE void norm_gated(const DeltaMixer *m, number *x, const number *gates) {
+    const long width = m->recurrence.value_width;
+    norm_row(x, m->norm, x, width, m->epsilon, 0);
+    for (long i = 0; i < width; i += 16) {
+        const Mask mask = first(width - i);
+        const Floats gate = activate(load_wide_some(gates + i, mask), GATED_SILU);
+        store_narrow_some(x + i, mask, multiply(load_wide_some(x + i, mask), gate));
+    }
+}
+
+// projected: rows `stride` apart. out: [rows, heads, value_width]. memory: for each row 2 * heads
+// floats and the convolution's channels, and for a cache line.
+static void mix_by_team(const DeltaMixer *m, const number *projected, long stride, long rows,
+                        number *out, void *memory, const Segments *s) {
+    Recurrence r = m->recurrence;
+    const long channels = m->convolution.channels, width = r.heads * r.value_width;
+    float *decays = (float *)(((uintptr_t)memory + 63) / 64 * 64);
+    float *betas = decays + rows * r.heads;
+    number *mixed = (number *)(betas + rows * r.heads);
+    const number *gates = projected + channels;
+    gates_by_team(m, gates + width, stride, rows, decays, betas);
+    convolve_by_team(&m->convolution, projected, stride, mixed, s);
+    r.queries = mixed;
+    r.keys = mixed + r.groups * r.key_width;
+    r.values = mixed + 2 * r.groups * r.key_width;
+    r.query_stride = r.key_stride = r.value_stride = channels;
+    r.decays = decays;
+    r.decay_stride = r.heads;
+    r.betas = betas;
+    r.out = out;
+    recur_by_team(&r, s);
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        for (long at = 0; at < width; at += r.value_width)
+            norm_gated(m, out + row * width + at, gates + row * stride + at);
+}
+
+void mix(const DeltaMixer *m, const number *projected, long stride, long rows, number *out,
+         void *memory, const Segments *s) {
+#pragma omp parallel
+    mix_by_team(m, projected, stride, rows, out, memory, s);
 }

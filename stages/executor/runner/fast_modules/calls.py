@@ -1,0 +1,47 @@
+"""Options of a model's passes, and the weights that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import nn
+
+from ..fixed_tiles import FixedTiles
+from ..kernels import cpu
+from ..kernels.cpu import Linear, LinearKind
+from ..linear.choose import method_of
+from ..linear.method import Packed
+
+
+@dataclass
+class Calls:
+    """Shared, mutable options of a model's passes.
+
+    Attributes:
+        tiles: Fixed shapes for torch's part, so that bits don't depend on the batch.
+        kernels: The module with RMSNorm, rotate and gate for the device; products are ours too if
+            it is `cpu`.
+        together: Whether several linear layers may be computed in one product, without calling the
+            modules; otherwise each is called by itself, with any wrappers.
+    """
+
+    tiles: FixedTiles
+    kernels: ModuleType = cpu
+    together: bool = True
+
+    def linear(
+        self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN
+    ) -> Linear | None:
+        """Return our product of these layers; None if the modules compute theirs."""
+        return Linear(layers, kind) if self.kernels is cpu else None
+
+
+def pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:
+    """Return the weights of a module's linear layers for the kernels; none if a layer is missing
+    or the kernels don't have it."""
+    methods = [method_of(getattr(module, name, None)) for name in names]
+    packed = [None if method is None else method.pack() for method in methods]
+    found = [each for each in packed if each is not None]
+    return found if len(found) == len(names) else []

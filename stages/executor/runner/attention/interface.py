@@ -153,8 +153,10 @@ class LayerProbe:
             self._refuse("its query heads don't divide evenly among its KV heads")
         if call.get("is_causal") is False:
             self._refuse(f"layer {index} looks ahead")
-        known = _IGNORED.union(_CALL, ("is_causal",), ("indices",) if self._indexed else ())
-        if self._indexed and call.get("indices") is not None and options.span != Span():
+        known = _IGNORED.union(
+            _CALL, ("is_causal",), ("indices", "block_indices") if self._indexed else ()
+        )
+        if getattr(module, "indexer", None) is not None and options.span != Span():
             self._refuse(f"layer {index} chooses tokens within a window")
         if unknown := [name for name in call.keys() - known if call[name] is not None]:
             self._refuse(
@@ -290,8 +292,8 @@ def paged_attention(
         queries = latent.absorb(queries, attention_backend.multiply_heads)
     qkv = QKV(queries, key[0].transpose(0, 1), value[0].transpose(0, 1))
     output = attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)
-    if indexed_step is not None and (chosen := call.get("indices")) is not None:
-        indexed_step.attend_chosen(output, chosen, layer, qkv, options)
+    if indexed_step is not None:
+        indexed_step.attend_chosen(output, module, call, layer, qkv, options)
     if latent is not None:
         output = latent.project(output, attention_backend.multiply_heads)
     return output[None], None

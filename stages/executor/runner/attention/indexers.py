@@ -200,7 +200,7 @@ class _Choice:
         """As of a tensor, but the earliest of equal scores come first."""
         assert dim == -1
         found = self._scores.sort(dim=-1, descending=True, stable=True)
-        return torch.return_types.topk((found.values[..., :count], found.indices[..., :count]))  # type: ignore[attr-defined]
+        return torch.return_types.topk((found.values[..., :count], found.indices[..., :count]))
 
 
 class _Torch:

@@ -89,6 +89,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
+}
+
+ARCHITECTURES = tuple(OVERRIDES)
+
+_OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
         "q_lora_rank": 16,
         "kv_lora_rank": 16,
@@ -108,8 +113,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **_MOE,
     },
 }
-
-ARCHITECTURES = tuple(OVERRIDES)
+"""Models that tests of one part use."""
 
 _ENCODER_DECODER = "is an encoder-decoder model"
 _NOT_CAUSAL = "is not a causal language model"
@@ -149,9 +153,10 @@ def load(folder: Path, **settings: Any) -> Any:
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of a small model; `name` is a key of OVERRIDES, or a kind of model."""
+    """The configuration of a small model; `name` is a key of OVERRIDES or _OTHERS, or a kind of
+    model."""
     kind = name.removesuffix("_window")
-    return CONFIG_MAPPING[kind](**{**_COMMON, **OVERRIDES.get(name, {}), **changes})
+    return CONFIG_MAPPING[kind](**{**_COMMON, **(OVERRIDES | _OTHERS).get(name, {}), **changes})
 
 
 def make_model(name: str, *, seed: int = 0, **changes: Any) -> Any:

@@ -15,7 +15,9 @@ from nano_inference.pipeline.exact_forward import ExactForward
 from nano_inference.stages.executor import KVCache, LoadedModel, Rows, wrap_model
 from nano_inference.stages.executor.runner.inputs import InputBuilder, model_forward
 
+from .....soaking import in_soak
 from ...models import make_model
+from ...test_parity import RUNS, Run, run_and_compare, served
 
 LENGTH = 30
 IDS = np.random.default_rng(1).integers(1, 200, LENGTH)
@@ -74,6 +76,11 @@ def test_choices_are_those_of_transformers_unless_scores_are_equal(
     assert (distance(whole, own) < 1e-4) == equal
     for counts in ([10, 1, 1, 18], [1] * LENGTH):
         assert distance(logits(model, cache, counts), whole) < 1e-4
+
+
+@pytest.mark.parametrize("run", [run if run is RUNS[1] else in_soak(run) for run in RUNS], ids=str)
+def test_tokens_and_logprobs_equal_generate(run: Run) -> None:
+    run_and_compare("deepseek_v32", run, served("deepseek_v32"), 16)
 
 
 def test_the_cache_keeps_the_keys_of_indexers() -> None:

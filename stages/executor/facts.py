@@ -17,6 +17,7 @@ def facts_of_model(core: ExecutorCore) -> dict[str, int | float | str]:
         "parameters": model.num_parameters,
         "weight_bytes": model.weight_bytes,
         "kv_bytes": core.cache.num_bytes,
+        "kv_token_bytes": core.cache.token_bytes,
         "vocab_size": model.vocab_size,
         "max_batch_size": core.max_batch_size,
         "dtype": str(model.dtypes.weights).removeprefix("torch."),

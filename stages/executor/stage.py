@@ -198,6 +198,7 @@ class ExecutorStage(Actor):
             device=capacity.device,
             kv_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
+            kv_token_bytes=self._facts.get("kv_token_bytes", 0),
             max_model_len=capacity.max_model_len,
             kernels=core.off.get("kernels") or kernels_of(core.model),
             attention=core.runner.backend.name,

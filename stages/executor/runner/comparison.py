@@ -49,9 +49,7 @@ in every sequence a token's place in the batch is another one than its position.
 _TOLERANCE = 1e-3
 """The largest relative difference of a token's logits; rounding in float32 makes about 1e-5."""
 
-_SPANS = (
-    *("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale", "index_topk"),
-)
+_SPANS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale")
 """Names of widths in tokens: of windows, chunks, and steps of a temperature by position."""
 
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers")
@@ -301,15 +299,13 @@ def _small_configs(
         for name in _SPANS:
             if isinstance(tokens := getattr(text, name, None), int) and tokens:
                 setattr(text, name, min(tokens, _WINDOW))
-        if getattr(text, "index_n_heads", None):
-            # Sums over fewer heads are often equal, and of these any may be chosen.
-            text.index_n_heads = max(text.index_n_heads, 32)
         rope = getattr(text, "rope_parameters", None) or {}
         if rope.get("llama_4_scaling_beta"):
             text.rope_parameters = rope | {"original_max_position_embeddings": _WINDOW}
         before = {name: getattr(text, name) for name in own[0]} if own else {}
         if head_dim != 0:
             _cut_widths(text, size, head_dim)
+        _cut_indexers(text)
         if own:
             # In the proportions of the model.
             text.per_layer_config = {
@@ -349,6 +345,17 @@ def _of_all_kinds(text: Any, count: int) -> list[int]:
     firsts += [layer for layer, kind in enumerate(kinds) if kind == "hybrid"][1:2]
     others = (layer for layer in range(text.num_hidden_layers) if layer not in firsts)
     return sorted([*firsts, *others][: max(count, len(firsts))])
+
+
+def _cut_indexers(text: Any) -> None:
+    """Let indexers choose among few tokens, without equal scores, of which any may be chosen."""
+    if getattr(text, "index_topk", None):
+        text.index_topk = min(text.index_topk, _WINDOW)
+        # Sums over fewer heads are often equal.
+        text.index_n_heads = max(text.index_n_heads, 32)
+    if getattr(text, "index_topk_blocks", None):
+        text.index_topk_blocks, text.index_block_size, text.index_local_blocks = 3, 2, 1
+        text.index_n_heads = text.num_key_value_heads
 
 
 def _take_overrides(text: Any) -> list[dict[str, int]]:

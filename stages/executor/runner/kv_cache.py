@@ -152,8 +152,8 @@ class KVCache(StateMemory):
         self._gathered = [
             tensors[0].new_empty(0) for tensors in (self.keys, self.values) if tensors
         ]
-        for layer in self._paged.values():
-            layer.find_tensors()
+        for paged in self._paged.values():
+            paged.find_tensors()
         for find in self._followers:
             find()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .core import ExecutorCore
+from .runner.kv_cache import slot_bytes
 from .runner.loaded_model import experts_of
 from .runner.ranks.commands import Reply
 
@@ -23,6 +24,7 @@ def facts_of_model(core: ExecutorCore) -> dict[str, int | float | str]:
         "deterministic": int("deterministic" not in core.off),
         "experts": experts,
         "active_experts": active,
+        **({} if model.mixers is None else {"state_bytes": slot_bytes(model)}),
         # Of each pipeline stage.
         **({"stage_layers": "+".join(map(str, sizes))} if sizes else {}),
     }

@@ -148,7 +148,8 @@ class _Cutter:
         offsets = np.where(valid, places, 0)
         batch_tokens = tokens[:, None] + offsets
         positions = starts[:, None] + offsets
-        reach = positions if self.rows.reach is None else self.rows.reach[batch_tokens]
+        own = self.rows.reach_of(self.span.window)
+        reach = positions if own is None else own[batch_tokens]
         first = self._first_block(starts)
         if shared:
             first = first[:1]

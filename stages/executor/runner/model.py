@@ -38,7 +38,6 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
-from .attention.latent import keep_latents
 from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
@@ -183,7 +182,7 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
-    latents = keep_latents(module, wanted=latent_attention != "off")
+    latents = _keep_latents(module, wanted=latent_attention != "off")
     mixers = load_mixers(module)
     index_keys = _take_indexers(module)
     probe = _probe_layers(module, limit, weight.device, pipeline, mixers, indexed=bool(index_keys))
@@ -409,6 +408,14 @@ def load_mixers(module: nn.Module) -> Mixers | None:
     from .mixers.find import find_mixers
 
     return find_mixers(module)
+
+
+def _keep_latents(module: nn.Module, *, wanted: bool) -> str:
+    if not any(hasattr(each, "kv_b_proj") for each in module.modules()):
+        return ""
+    from .attention.latent import keep_latents
+
+    return keep_latents(module, wanted=wanted)
 
 
 def _take_indexers(module: nn.Module) -> tuple[IndexKeys, ...]:

@@ -26,12 +26,12 @@ from ..attention_options import AttentionOptions, Span
 from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
 from ..media import LookAhead
-from .backend import QKV, AttentionBackend
+from .backend import PREFIX, QKV, AttentionBackend
 from .carried import KeywordsLost
-from .latent import PREFIX, latent_of
 
 if TYPE_CHECKING:
     from .indexers import IndexedStep
+    from .latent import LatentAttention
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
 """Transformers' names of the fields of AttentionOptions."""
@@ -248,6 +248,12 @@ class ImageProbe(LayerProbe):
         if full == {False} and windows == {True}:
             return "windows"
         self._refuse("tokens of images see all of their image in some layers only")
+
+
+def latent_of(module: nn.Module) -> LatentAttention | None:
+    """Return what keeps the latent of an attention module; None if it has keys and values."""
+    found: LatentAttention | None = vars(module).get("expand_kv")
+    return found
 
 
 def _empty_output(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:

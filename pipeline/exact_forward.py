@@ -55,6 +55,7 @@ class ExactForward:
     machine, and requests without penalties, bias and `min_tokens`. The backward pass is torch's,
     through the model's own code, which runs again where kernels ran forward; attention's gradient
     is that of `scaled_dot_product_attention` on the same inputs. It is exact within rounding.
+    Sequences of a model with recurrent state run one by one.
 
     The model can only be called through this object, since its attention is replaced.
     """
@@ -86,13 +87,18 @@ class ExactForward:
                 raise ModelError("attention with a soft cap or sinks has no exact training pass")
         config = EngineConfig(deterministic=True, kernels=kernels, block_size=_BLOCK_SIZE)
         backend, without_kernels = choose_backend(config, self._model)
+        if (mixers := self._model.mixers) is not None:
+            if not without_kernels:
+                mixers.use_kernels(self._model.dtypes.activations, self._model.device)
+            mixers.keep_gradients()
         self._builder = InputBuilder(self._model, _BLOCK_SIZE, backend)
         self._tiles = FixedTiles()
-        self._cache = KVCache(self._model, 1, _BLOCK_SIZE)
+        self._cache = self._states = KVCache(self._model, 1, _BLOCK_SIZE, num_slots=1)
         self._fast_modules: FastModules | None = None
         if not without_kernels:
             parts = (self._model, self._cache, self._builder)
             self._fast_modules = FastModules(*parts, with_gradients=True)
+            self._cache.moved()  # scratch buffers of inference mode can't be used outside
         AttentionInterface.register(IMPLEMENTATION, exact_attention)
         AttentionMaskInterface.register(IMPLEMENTATION, probe_mask)
         self._model.module.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
@@ -113,13 +119,22 @@ class ExactForward:
             RequestError: A sequence is too short or too long, or has an invalid token id.
         """
         sequences = [self._checked(sequence) for sequence in check_prompts(sequences)]
+        if self._model.mixers is None:
+            return self._logprobs(sequences, temperature)
+        # A mixer's own code, which has the gradients, takes one sequence.
+        return tuple(self._logprobs([sequence], temperature)[0] for sequence in sequences)
+
+    def _logprobs(
+        self, sequences: Sequence[Sequence[int]], temperature: float
+    ) -> tuple[Tensor, ...]:
         counts = np.array([len(sequence) - 1 for sequence in sequences])
         inputs = np.concatenate([np.array(sequence[:-1]) for sequence in sequences])
         targets = torch.tensor([token for sequence in sequences for token in sequence[1:]])
         rows = self._rows(counts)
         step = self._builder.build(rows, inputs, np.arange(len(inputs)))
         fast = self._fast_modules
-        with self._tiles, nullcontext() if fast is None else fast.active():
+        states = nullcontext() if step.states is None else step.states.active(self._states)
+        with self._tiles, states, nullcontext() if fast is None else fast.active():
             output = self._model.module(
                 input_ids=step.input_ids,
                 position_ids=step.position_ids,
@@ -161,10 +176,11 @@ class ExactForward:
         blocks = -(-counts // _BLOCK_SIZE)
         ends = np.cumsum(blocks)
         if ends[-1] > self._cache.num_blocks:
-            self._cache = KVCache(self._model, int(ends[-1]), _BLOCK_SIZE)
+            self._cache = KVCache(self._model, int(ends[-1]), _BLOCK_SIZE, num_slots=1)
         columns = np.minimum(np.arange(blocks.max()), blocks[:, None] - 1)
         tables = (ends - blocks)[:, None] + columns
-        return Rows(np.zeros_like(counts), counts, tables, 0)
+        states = None if self._model.mixers is None else np.arange(len(counts))
+        return Rows(np.zeros_like(counts), counts, tables, 0, states=states)
 
 
 def exact_attention(

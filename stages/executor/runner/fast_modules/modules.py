@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..attention.paged import CpuBackend
 from ..batch import Rows
 from ..fixed_tiles import FixedTiles
+from ..gradients import differentiable
 from ..inputs import InputBuilder, model_forward
 from ..kernels import cpu
 from ..kv_cache import KVCache
@@ -230,83 +231,3 @@ def _agree(offered: Any, wanted: Any, tolerance: float) -> bool:
 
 def _same_bits(offered: Any, wanted: Any) -> bool:
     return type(offered) is type(wanted) and torch.equal(offered[0], wanted[0])
-
-
-def differentiable(module: nn.Module, fast: Forward, plain: Forward) -> Forward:
-    """Return a pass with the bits of `fast` and the gradients of `plain`.
-
-    The backward pass runs `plain` again on the same inputs, with None for `attention_backend`: its
-    attention must have gradients itself.
-
-    Args:
-        module: The module; its parameters get gradients.
-        fast: Returns a tensor, or a tuple that starts with one.
-        plain: Likewise, equal up to rounding.
-    """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        wanted = {name: value for name, value in named.items() if _has_gradient(value)}
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if not torch.is_grad_enabled() or not (wanted or parameters):
-            return fast(*args, **kwargs)
-
-        def again(inputs: tuple[Tensor, ...]) -> Tensor:
-            call = {**named, **dict(zip(wanted, inputs, strict=True))}
-            if "attention_backend" in call:
-                call["attention_backend"] = None
-            return _first(
-                plain(
-                    *(call[place] for place in range(len(args))),
-                    **{name: call[name] for name in kwargs},
-                )
-            )
-
-        def run() -> Any:
-            return fast(*args, **kwargs)
-
-        found: list[Any] = []
-        output: Tensor = _Again.apply(  # type: ignore[no-untyped-call]
-            run, again, found, len(wanted), *wanted.values(), *parameters
-        )
-        return (output, *found[0][1:]) if isinstance(found[0], tuple) else output
-
-    return forward
-
-
-def _has_gradient(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _first(output: Any) -> Tensor:
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
-
-
-class _Again(torch.autograd.Function):
-    """Forward by one function, backward through an equivalent one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        run: Callable[[], Any],
-        again: Callable[[tuple[Tensor, ...]], Tensor],
-        found: list[Any],
-        num_inputs: int,
-        *tensors: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.again, ctx.num_inputs = again, num_inputs
-        found.append(run())
-        return _first(found[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        inputs = tuple(each.detach().requires_grad_() for each in tensors[: ctx.num_inputs])
-        with torch.enable_grad():
-            output = ctx.again(inputs)
-        sources = (*inputs, *tensors[ctx.num_inputs :])
-        (gradient,) = gradients
-        found = torch.autograd.grad(output, sources, gradient.to(output.dtype), allow_unused=True)
-        return (None, None, None, None, *found)

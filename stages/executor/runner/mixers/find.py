@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..gradients import differentiable
 from ..state.kinds import StateTensor
 from ..state.segments import Segments
 from .calls import CALLS, PASSES
@@ -83,6 +84,12 @@ class Mixers:
 
         self.operators, why = choose_operators(dtype, device)
         return why
+
+    def keep_gradients(self) -> None:
+        """Give passes gradients: those of the modules' own code, which takes the batch for one
+        sequence."""
+        for mixer in self._mixers:
+            mixer.keep_gradients()
 
     def __len__(self) -> int:
         return len(self._mixers)
@@ -182,6 +189,11 @@ class _Mixer(_Taken):
         for end, forward in PASSES.items():
             if type(module).__name__.endswith(end):
                 self.methods["forward"] = partial(forward, self)
+
+    def keep_gradients(self) -> None:
+        plain = MethodType(type(self.module).forward, self.module)
+        fast = self.methods.get("forward", plain)
+        self.methods["forward"] = differentiable(self.module, fast, plain)
 
     @property
     def operators(self) -> Operators:

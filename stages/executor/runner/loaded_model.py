@@ -16,7 +16,6 @@ from .shards import ShardedWeights
 from .state.kinds import LayerState, StateTensor
 
 if TYPE_CHECKING:
-    from .attention.indexers import IndexKeys
     from .media import MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
@@ -71,6 +70,21 @@ class LayerSpec(msgspec.Struct, frozen=True):
             return ()
         widths = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
         return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
+
+
+class IndexKeys(msgspec.Struct, frozen=True):
+    """The keys of one layer's indexer.
+
+    Attributes:
+        layer: The `layer_idx`.
+        width: Numbers of a token.
+    """
+
+    layer: int
+    width: int
+
+    def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        return (StateTensor((self.width,), dtype, True),)
 
 
 @dataclass(frozen=True)

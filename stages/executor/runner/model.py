@@ -248,10 +248,11 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
         elif type(hf_config) not in mapping:
             raise ModelError(f"{kind} is not a causal language model; choose one that is")
         model_class = _class_of(mapping, hf_config)
-    text = hf_config.get_text_config()
+    text, text_class = hf_config.get_text_config(), model_class
     if text is not hf_config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        check_architecture(text, _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, text))
-    if has_mixers(model_class):
+        text_class = _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, text)
+        check_architecture(text, text_class)
+    if has_mixers(model_class) or has_mixers(text_class):
         return  # only the model shows whether its layers can be taken
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(

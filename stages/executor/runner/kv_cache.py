@@ -139,9 +139,9 @@ class KVCache(StateMemory):
 
     def moved(self) -> None:
         """Find the tensors' new memory, or the model's, and drop scratch buffers."""
-        for layer in self._latents:
-            values = self.values[layer]
-            values.data = self.keys[layer][..., : values.shape[-1]]
+        for index in self._latents:
+            values = self.values[index]
+            values.data = self.keys[index][..., : values.shape[-1]]
         # Scratch for gathered keys and values, kept between calls: the allocator would map, and the
         # kernel clear, a new tensor of some megabytes for every layer of every step.
         self._gathered = [

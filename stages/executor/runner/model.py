@@ -52,7 +52,7 @@ from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
     from .attention.indexers import IndexKeys
-    from .media import MediaEncoder
+    from .media import LookAhead, MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
 
@@ -194,8 +194,7 @@ def wrap_model(
     if image_processor is not None:
         from .vision import VisionModel
 
-        sees_itself = _images_see_themselves(module)
-        encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
+        encoders = (VisionModel(module, image_processor, _look_ahead(module)),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     provide_lengths(module)
     return LoadedModel(
@@ -459,25 +458,29 @@ def _probe_layers(
 
 
 @torch.no_grad()
-def _images_see_themselves(module: Any) -> bool:
-    """Return whether the tokens of an image attend to each other in both directions.
+def _look_ahead(module: Any) -> LookAhead:
+    """Return the layers in which the tokens of an image attend to each other in both directions.
 
     Raises:
         ModelError: Its masks over images are of another kind.
     """
-    if "token_type_ids" not in inspect.signature(module.forward).parameters:
-        return False
+    takes = inspect.signature(module.forward).parameters
+    marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
+    # Marks of tokens are for positions in models that have such.
+    if not marks or hasattr(module.base_model, "get_rope_index"):
+        return "nowhere"
     name = type(module).__name__
     kinds = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0]], device=module.device)
     probe = ImageProbe(name, kinds[0].cpu())
-    call = {"token_type_ids": kinds, "use_cache": False, "layer_probe": probe}
+    call = {marks[0]: kinds, "use_cache": False, "layer_probe": probe}
+    call["logits_to_keep"] = torch.arange(kinds.shape[1], device=module.device)
     try:
         module(input_ids=torch.zeros_like(kinds), **call)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
-    return True
+    return probe.look_ahead()
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ honour is refused there, before any request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -24,6 +24,7 @@ from .....config import ModelError
 from ..attention_options import AttentionOptions, Span
 from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
+from ..media import LookAhead
 from .backend import QKV, AttentionBackend
 from .carried import KeywordsLost
 from .latent import PREFIX, latent_of
@@ -200,7 +201,8 @@ class LayerProbe:
 
 
 class ImageProbe(LayerProbe):
-    """Checks, in a pass over text and images, that the tokens of an image see all of that image."""
+    """Finds, in a pass over text and images, the layers in which the tokens of an image see all of
+    that image."""
 
     def __init__(self, architecture: str, kinds: Tensor) -> None:
         """`kinds`: `[tokens]`, 1 for an image's token, 0 for text between images."""
@@ -209,20 +211,42 @@ class ImageProbe(LayerProbe):
         following = torch.where(kinds == 0, places, len(kinds))
         # The last token before the next one of text, of which there is one at the end.
         ends = following.flip(0).cummin(0).values.flip(0) - 1
-        self._reach = torch.where(kinds == 1, ends, places)
+        self._reaches = places, torch.where(kinds == 1, ends, places)
+        self._found: dict[bool, set[bool]] = {False: set(), True: set()}
 
     def record(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
     ) -> Tensor:
-        window = _options_of(query, call).window or len(self._reach)
-        places = torch.arange(len(self._reach))
-        seen = (places <= self._reach[:, None]) & (places > places[:, None] - window)
+        window = _options_of(query, call).window
+        places, _ = self._reaches
+        low = places[:, None] - (window or len(places))
         zero = torch.zeros((), dtype=torch.long)
-        if not isinstance(mask, MaskProbe) or not torch.equal(
-            mask.mask_function(zero, zero, places[:, None], places).cpu(), seen
-        ):
+        fits = [False, False]
+        if isinstance(mask, MaskProbe):
+            seen = mask.mask_function(zero, zero, places[:, None], places).cpu()
+            fits = [
+                torch.equal((places <= reach[:, None]) & (places > low), seen)
+                for reach in self._reaches
+            ]
+        if not any(fits):
             self._refuse("tokens of images see others than those before them and their own image")
+        self._found[window is not None].add(fits[1])
         return _empty_output(module, query, value)
+
+    def look_ahead(self) -> LookAhead:
+        """Return the layers in which an image's tokens see all of it.
+
+        Raises:
+            ModelError: They are neither all layers, nor those with a sliding window.
+        """
+        full, windows = self._found[False], self._found[True]
+        if full | windows <= {False}:
+            return "nowhere"
+        if full | windows == {True}:
+            return "everywhere"
+        if full == {False} and windows == {True}:
+            return "windows"
+        self._refuse("tokens of images see all of their image in some layers only")
 
 
 def _empty_output(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
@@ -285,18 +309,41 @@ def paged_attention(
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
-    queries = query[0].transpose(0, 1)
     options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
+    chosen = None
+    if indexed_step is not None:
+        chosen = indexed_step.chooser(module, call, layer, options)
+    states = query, key, value
+    attended = attend(module, states, options, attention_backend, attention_batch, kv_cache, chosen)
+    return attended, None
+
+
+def attend(
+    module: nn.Module,
+    states: tuple[Tensor, Tensor, Tensor],
+    options: AttentionOptions,
+    backend: AttentionBackend[Any],
+    batch: Any,
+    cache: KVCache,
+    chosen: Callable[[QKV, Tensor], None] | None = None,
+) -> Tensor:
+    """Attention of one layer, `[1, tokens, heads, value_dim]`; arguments as of `paged_attention`.
+
+    Of a latent layer, queries are brought to the latent, and the output from it. `chosen`
+    overwrites the output of tokens that attend to chosen ones only.
+    """
+    layer = cache.index_of[module.layer_idx]  # type: ignore[index]
+    queries, keys, values = (each[0].transpose(0, 1) for each in states)
     latent = latent_of(module)
     if latent is not None:
-        queries = latent.absorb(queries, attention_backend.multiply_heads)
-    qkv = QKV(queries, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    output = attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)
-    if indexed_step is not None:
-        indexed_step.attend_chosen(output, module, call, layer, qkv, options)
+        queries = latent.absorb(queries, backend.multiply_heads)
+    qkv = QKV(queries, keys, values)
+    output = backend.forward(batch, cache, layer, qkv, options)
+    if chosen is not None:
+        chosen(qkv, output)
     if latent is not None:
-        output = latent.project(output, attention_backend.multiply_heads)
-    return output[None], None
+        output = latent.project(output, backend.multiply_heads)
+    return output[None]
 
 
 def _options_of(query: Tensor, call: Mapping[str, Any]) -> AttentionOptions:

@@ -155,7 +155,7 @@ class FixedTiles(TorchFunctionMode):
 
     def _columns(self, weights: Tensor, columns: Tensor) -> Tensor:
         """Product of weights, `[..., out, in]`, with columns of one token each."""
-        shape = torch.broadcast_shapes(weights.shape[:-2], columns.shape[:-2])
+        shape = torch.broadcast_shapes(weights.shape[:-2], columns.shape[:-2])  # type: ignore[no-untyped-call]
         pairs = zip(
             weights.expand(*shape, -1, -1).flatten(0, -3),
             columns.expand(*shape, -1, -1).flatten(0, -3),

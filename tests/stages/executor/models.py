@@ -276,8 +276,7 @@ def load(folder: Path, **settings: Any) -> Any:
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of a small model; `name` is a key of OVERRIDES or _OTHERS, or a kind of
-    model."""
+    """The configuration of a small model; `name` is a key of these tables, or a kind of model."""
     kind = name.removesuffix("_window")
     own = {**OVERRIDES, **RECURRENT, **LATENT, **_OTHERS}.get(name, {})
     return CONFIG_MAPPING[kind](**{**_COMMON, **own, **changes})

@@ -88,8 +88,10 @@ class TierAudit:
             if snapshot < 0:
                 self._tiers.end_audit()
             elif self._cache.states.number_of(block.name) == block.snapshot:
-                states = {"block_id": snapshot, "other": block.snapshot, "state": True}
-                self._moves += (KVMove("compare", block.name, **states),)
+                compare = KVMove(
+                    "compare", block.name, block_id=snapshot, other=block.snapshot, state=True
+                )
+                self._moves += (compare,)
                 self._all[1].end_audit()
         self._end()
         return True

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -86,28 +85,10 @@ class IndexedStep:
         found = torch.from_numpy(blocks * self._block_size + positions % self._block_size)
         return found.to(self.cache.keys[0].device)
 
-    def chooser(
-        self, module: Any, call: Mapping[str, Any], layer: int, options: AttentionOptions
-    ) -> Callable[[QKV, Tensor], None] | None:
-        """Return `attend_chosen` for a layer; None if it sees all tokens.
-
-        Args:
-            module: The attention layer.
-            call: Of the attention function, with what an indexer has returned.
-            layer: The index of the layer in the cache.
-            options: Options of the layer.
-        """
-        for kind in _KINDS:
-            if (found := call.get(kind.keyword)) is not None:
-                # A layer without an indexer takes an earlier one's choice.
-                size = 1 if module.indexer is None else module.indexer.forward.size
-                return partial(self.attend_chosen, found.flatten(0, -3), size, layer, options)
-        return None
-
     def attend_chosen(
         self,
-        chosen: Tensor,
-        size: int,
+        module: Any,
+        call: Mapping[str, Any],
         layer: int,
         options: AttentionOptions,
         qkv: QKV,
@@ -118,17 +99,23 @@ class IndexedStep:
         Their keys and values are in the cache.
 
         Args:
-            chosen: `[1 or kv_heads, tokens, most]`, numbers of blocks of positions.
-            size: Positions of such a block.
+            module: The attention layer.
+            call: Of the attention function, with numbers of blocks of positions,
+                `[1, tokens, most]` or `[1, kv_heads, tokens, most]`, in a layer that chooses.
             layer: The index of the layer in the cache.
             options: Options of the layer.
             qkv: The tokens.
             output: `[tokens, heads, value_dim]`, with all tokens seen.
         """
+        found = [call[each.keyword] for each in _KINDS if call.get(each.keyword) is not None]
+        if not found:
+            return
+        chosen: Tensor = found[0].flatten(0, -3)
         heads, most = qkv.keys.shape[1], chosen.shape[-1]
         # Query heads are taken together that share keys and a choice.
         parts = max(heads, len(chosen))
         chosen = chosen.repeat_interleave(parts // len(chosen), 0)
+        size = 1 if module.indexer is None else module.indexer.forward.size
         rows, positions = self.rows.flat
         of_heads = torch.arange(parts, device=output.device)[:, None] // (parts // heads)
         sinks = None if options.sinks is None else options.sinks.view(parts, -1)

@@ -13,6 +13,7 @@ honour is refused there, before any request.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -312,7 +313,7 @@ def paged_attention(
     options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
     chosen = None
     if indexed_step is not None:
-        chosen = indexed_step.chooser(module, call, layer, options)
+        chosen = partial(indexed_step.attend_chosen, module, call, layer, options)
     states = query, key, value
     attended = attend(module, states, options, attention_backend, attention_batch, kv_cache, chosen)
     return attended, None

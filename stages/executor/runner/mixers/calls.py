@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..fixed_tiles import elementwise
-from .operators import Operators, Segments
+from ..state.segments import Segments
+from .operators import Operators
 
 
 class Pass(Protocol):

@@ -51,10 +51,10 @@ from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
-    from .attention.indexers import IndexKeys
     from .media import LookAhead, MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
+    from .state.kinds import IndexKeys
 
 
 def prepare_loading() -> None:

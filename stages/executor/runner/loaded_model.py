@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from .attention_options import AttentionOptions, Span
 from .shards import ShardedWeights
-from .state.kinds import LayerState, StateTensor
+from .state.kinds import IndexKeys, LayerState, StateTensor
 
 if TYPE_CHECKING:
     from .media import MediaEncoder
@@ -70,21 +70,6 @@ class LayerSpec(msgspec.Struct, frozen=True):
             return ()
         widths = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
         return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
-
-
-class IndexKeys(msgspec.Struct, frozen=True):
-    """The keys of one layer's indexer.
-
-    Attributes:
-        layer: The `layer_idx`.
-        width: Numbers of a token.
-    """
-
-    layer: int
-    width: int
-
-    def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        return (StateTensor((self.width,), dtype, True),)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
-from .loaded_model import Dtypes, IndexKeys, LoadedModel
+from .loaded_model import Dtypes, LoadedModel
 from .media import SUPPORTED
 from .mixers.marks import has_mixers
 from .progress import counted_progress
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .media import MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
+    from .state.kinds import IndexKeys
 
 
 def prepare_loading() -> None:

@@ -29,7 +29,7 @@ from .....config import ModelError
 from ..attention_options import AttentionOptions, Span
 from ..batch import IntArray, Rows
 from ..kv_cache import KVCache
-from ..loaded_model import IndexKeys
+from ..state.kinds import IndexKeys
 from .backend import PREFIX, QKV
 from .gather import soft_cap, softmax, visible
 

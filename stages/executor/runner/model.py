@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ....config import EngineConfig, ModelError, missing_model
 from ....text.context_length import longest_context
-from ....text.gguf_facts import LINK, facts_of
+from ....text.gguf_facts import LINK
 from ....text.model_folder import folder_of
 from ....text.pooling_config import embeds_only
 from .attention.carried import KeywordsLost, carry_keywords
@@ -100,10 +98,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     # Loading leaves unused memory behind; after a GGUF file as much as the model.
     trim(torch.device("cpu"))
     if without_output:
-        from .encoder import looks_ahead
+        from .encoder import looks_ahead, wrap_encoder
 
         if looks_ahead(module, device):
-            return _wrap_encoder(module, config)
+            return wrap_encoder(module, config)
     processor = None
     if not without_output and hf_config.model_type in SUPPORTED:
         from .vision import find_image_processor
@@ -116,32 +114,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
         latent_attention=config.latent_attention,
     )
     return replace(model, is_shared=False)
-
-
-def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
-    from .encoder import longest_prompt, padding_shows
-
-    if config.deterministic is True:
-        raise ModelError(
-            f"deterministic mode is for models that generate, and {type(module).__name__} makes "
-            "embeddings; set deterministic to false"
-        )
-    hf_config: PreTrainedConfig = module.config
-    weight = module.get_input_embeddings().weight
-    # A prompt must fit a step.
-    most = min(config.max_model_len, config.max_tokens_per_batch)
-    model = LoadedModel(
-        module=module.eval(),
-        hf_config=hf_config,
-        device=weight.device,
-        dtypes=Dtypes.of(weight.dtype),
-        max_model_len=min(most, longest_prompt(module, hf_config, most)),
-        vocab_size=weight.shape[0],
-        layers=(),
-        generates=False,
-        is_encoder=True,
-    )
-    return replace(model, may_pad=not padding_shows(model))
 
 
 def wrap_model(
@@ -313,14 +285,18 @@ def _load_weights(
     if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
-    if is_gguf := (folder / LINK).is_file():
-        _check_gguf_holds(folder, hf_config, auto)
-        options |= _gguf_options(hf_config)
+    bar: AbstractContextManager[None] = nullcontext()
+    if (folder / LINK).is_file():
+        from . import gguf_model
+
+        gguf_model.check_holds(folder, hf_config, auto)
+        options |= gguf_model.loading_options(hf_config)
+        bar = gguf_model.no_progress_bar()
         dtype = hf_config.dtype if dtype == "auto" else dtype
     else:
         tensor_files(folder)
     try:
-        with counted_progress(), _no_gguf_bar() if is_gguf else nullcontext():
+        with counted_progress(), bar:
             loaded: Any = auto.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -337,55 +313,6 @@ def _load_weights(
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
     return frozen
-
-
-def _check_gguf_holds(folder: Path, hf_config: PreTrainedConfig, auto: Any) -> None:
-    """Check that a GGUF file has roughly the parameters of the model that its header describes.
-
-    Otherwise missing tensors would be allocated at random before the refusal. If less than half is
-    missing, loading names the tensors.
-    """
-    with torch.device("meta"):
-        module: nn.Module = auto.from_config(hf_config)
-    wanted = sum(parameter.numel() for parameter in module.parameters())
-    facts = facts_of(folder)
-    if facts is not None and wanted > 2 * facts.num_parameters:
-        raise ModelError(
-            f"{facts.file} describes a model of {wanted} parameters, and its tensors have "
-            f"{facts.num_parameters}; copy or convert it again"
-        )
-
-
-def _gguf_options(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    from ....text.gguf import require_packages
-
-    require_packages()
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        raise ModelError(
-            "this version of Transformers is too old for GGUF files; "
-            "pip install 'nano-inference[gguf]'"
-        ) from None
-    # Passing the configuration saves one read of the file's long header.
-    return {
-        "gguf_file": LINK,
-        "config": hf_config,
-        "quantization_config": GgufConfig(dequantize=True),
-    }
-
-
-@contextmanager
-def _no_gguf_bar() -> Iterator[None]:
-    """Disable the progress bar of Transformers' GGUF loader, which has no setting."""
-    from transformers import modeling_gguf_pytorch_utils
-
-    loader: Any = modeling_gguf_pytorch_utils
-    bar, loader.tqdm = loader.tqdm, partial(loader.tqdm, disable=True)
-    try:
-        yield
-    finally:
-        loader.tqdm = bar
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:

@@ -30,9 +30,8 @@ from ..attention_options import AttentionOptions, Span
 from ..batch import IntArray, Rows
 from ..kv_cache import KVCache
 from ..state.kinds import StateTensor
-from .backend import QKV
+from .backend import PREFIX, QKV
 from .gather import soft_cap, softmax, visible
-from .latent import PREFIX
 
 _MOST_SCORES = 1 << 25
 """Scores of an indexer in memory at a time (float32: 128 MiB)."""

@@ -304,7 +304,9 @@ def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
 
 
 def _with_states(story: Story) -> Story:
-    """Return a story with a model that has a recurrent state."""
+    """Return a story with a model that has a recurrent state, half of them without tiers."""
+    if story.seed % 20 != STATE_DIGIT:
+        story = msgspec.structs.replace(story, roles=(), host_slots=0, disk_blocks=0)
     choice = Random(story.seed * 31 + 11).choice
     return msgspec.structs.replace(
         story,

@@ -234,6 +234,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "attn_layer_period": 3,
         "attn_layer_offset": 1,
     },
+    "zaya": {"num_experts": 4},
     "minimax": {"layer_types": _LINEAR, "num_local_experts": 4, "block_size": 16, **_MOE},
 }
 """Models with recurrent state."""

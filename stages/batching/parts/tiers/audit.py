@@ -130,7 +130,8 @@ class TierAudit:
         if cache.name_of(block.block_id) != block.name:
             cache.release(computing)
             return None
-        snapshot = -1
+        # Before the number is taken for the state at the end: it may load a snapshot.
+        parts, snapshot = cache.states.sections(computing, start.cached_length), -1
         if block.snapshot >= 0:
             snapshot = cache.states.audit(AUDIT_SEQ_ID, len(block.token_ids))
             if snapshot < 0:
@@ -148,5 +149,5 @@ class TierAudit:
             sample=SequenceSpec(AUDIT_SEQ_ID, sample_index=0, seed=0),
             info=RequestInfo("", ""),
             cache_scope=block.scope,
-            parts=cache.states.sections(computing, start.cached_length),
+            parts=parts,
         )

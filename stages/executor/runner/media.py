@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 from torch import Tensor
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 SUPPORTED = frozenset(
     (
         "gemma3",
+        "gemma4",
         "glm46v",
         "glm4v",
         "glm4v_moe",
@@ -28,6 +29,8 @@ SUPPORTED = frozenset(
         "mistral3",
         "qwen2_5_vl",
         "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_vl",
         "qwen3_vl_moe",
         "smolvlm",
@@ -35,6 +38,10 @@ SUPPORTED = frozenset(
 )
 """Kinds of models whose images are served. In others an image may be more than embeddings in place
 of tokens, positions, and features that the first layers add."""
+
+LookAhead = Literal["nowhere", "windows", "everywhere"]
+"""Layers in which an item's tokens see each other in both directions: none, those with a sliding
+window, or all."""
 
 MediaKey = tuple[str, int]
 """`MediaItem.key`."""
@@ -62,13 +69,13 @@ class MediaEncoder(Protocol):
 
     Attributes:
         kind: As `MediaItem.kind`.
-        sees_itself: Whether an item's tokens see each other in both directions.
+        looks_ahead: Layers in which an item's tokens see each other in both directions.
         num_deep: Layers of the language model that add features of their own to their outputs at an
             item's places (DeepStack).
     """
 
     kind: str
-    sees_itself: bool
+    looks_ahead: LookAhead
     num_deep: int
 
     @property

@@ -38,7 +38,6 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
-from .attention.latent import keep_latents
 from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
@@ -51,7 +50,8 @@ from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
-    from .media import MediaEncoder
+    from .attention.indexers import IndexKeys
+    from .media import LookAhead, MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
 
@@ -182,9 +182,10 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
-    latents = keep_latents(module, wanted=latent_attention != "off")
+    latents = _keep_latents(module, wanted=latent_attention != "off")
     mixers = load_mixers(module)
-    probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
+    index_keys = _take_indexers(module)
+    probe = _probe_layers(module, limit, weight.device, pipeline, mixers, indexed=bool(index_keys))
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     # Of a model that generates, the comparison at load shows whether other layers mix tokens.
     indices = probe.finish(own, others=mixers is not None and generates)
@@ -192,8 +193,7 @@ def wrap_model(
     if image_processor is not None:
         from .vision import VisionModel
 
-        sees_itself = _images_see_themselves(module)
-        encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
+        encoders = (VisionModel(module, image_processor, _look_ahead(module)),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     provide_lengths(module)
     return LoadedModel(
@@ -214,12 +214,24 @@ def wrap_model(
         pipeline=pipeline,
         encoders=encoders,
         latent_attention=latents,
+        index_keys=index_keys,
     )
 
 
 def _attention_of(hf_config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     """Return `attn_implementation` with our attention in the language part alone."""
-    return {"text_config": name} if hf_config.model_type in SUPPORTED else name
+    text = hf_config.get_text_config()
+    if not takes_images(hf_config) or text is hf_config:
+        return name
+    return {part: name for part in hf_config.sub_configs if getattr(hf_config, part, None) is text}
+
+
+def takes_images(hf_config: PreTrainedConfig) -> bool:
+    """Return whether the model is loaded with a part for images, supported here or not."""
+    if hf_config.model_type in SUPPORTED:
+        return True
+    kind = type(hf_config)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -262,14 +274,9 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
     _check_no_decoder_beside(hf_config)
     if model_class is None:
         mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-        if kind in SUPPORTED:
+        if takes_images(hf_config):
             mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         elif type(hf_config) not in mapping:
-            if type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-                raise ModelError(
-                    f"{kind} takes images in a way that is not supported; choose one of "
-                    f"{', '.join(sorted(SUPPORTED))}"
-                )
             raise ModelError(f"{kind} is not a causal language model; choose one that is")
         model_class = _class_of(mapping, hf_config)
     text = hf_config.get_text_config()
@@ -303,7 +310,7 @@ def _load_weights(
     if not without_output:
         options["attn_implementation"] = _attention_of(hf_config, IMPLEMENTATION)
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
-    if not without_output and hf_config.model_type in SUPPORTED:
+    if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
     if is_gguf := (folder / LINK).is_file():
@@ -403,6 +410,22 @@ def load_mixers(module: nn.Module) -> Mixers | None:
     return find_mixers(module)
 
 
+def _keep_latents(module: nn.Module, *, wanted: bool) -> str:
+    if not any(hasattr(each, "kv_b_proj") for each in module.modules()):
+        return ""
+    from .attention.latent import keep_latents
+
+    return keep_latents(module, wanted=wanted)
+
+
+def _take_indexers(module: nn.Module) -> tuple[IndexKeys, ...]:
+    if all(getattr(each, "indexer", None) is None for each in module.modules()):
+        return ()
+    from .attention.indexers import take_indexers
+
+    return take_indexers(module)
+
+
 @torch.no_grad()
 def _probe_layers(
     module: Any,
@@ -410,20 +433,17 @@ def _probe_layers(
     device: torch.device,
     pipeline: PipelineRank | None,
     mixers: Mixers | None,
+    *,
+    indexed: bool,
 ) -> LayerProbe:
     name = type(module).__name__
-    probe = LayerProbe(name, max_model_len)
+    probe = LayerProbe(name, max_model_len, indexed=indexed)
     module.set_attn_implementation(_attention_of(module.config, PROBING))
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
     call["logits_to_keep"] = positions[0]
-    if any(getattr(each, "indexer", None) is not None for each in module.modules()):
-        raise ModelError(
-            f"{name} can't be served: an indexer chooses the tokens that its layers see; choose "
-            "another model"
-        )
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():
@@ -445,25 +465,29 @@ def _probe_layers(
 
 
 @torch.no_grad()
-def _images_see_themselves(module: Any) -> bool:
-    """Return whether the tokens of an image attend to each other in both directions.
+def _look_ahead(module: Any) -> LookAhead:
+    """Return the layers in which the tokens of an image attend to each other in both directions.
 
     Raises:
         ModelError: Its masks over images are of another kind.
     """
-    if "token_type_ids" not in inspect.signature(module.forward).parameters:
-        return False
+    takes = inspect.signature(module.forward).parameters
+    marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
+    # Marks of tokens are for positions in models that have such.
+    if not marks or hasattr(module.base_model, "get_rope_index"):
+        return "nowhere"
     name = type(module).__name__
     kinds = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0]], device=module.device)
     probe = ImageProbe(name, kinds[0].cpu())
-    call = {"token_type_ids": kinds, "use_cache": False, "layer_probe": probe}
+    call = {marks[0]: kinds, "use_cache": False, "layer_probe": probe}
+    call["logits_to_keep"] = torch.arange(kinds.shape[1], device=module.device)
     try:
         module(input_ids=torch.zeros_like(kinds), **call)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
-    return True
+    return probe.look_ahead()
 
 
 def _first_line(error: Exception) -> str:

@@ -25,8 +25,7 @@ from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .linear.choose import method_of
 from .loaded_model import LoadedModel
-from .media import SUPPORTED
-from .model import check_architecture, load_config, load_mixers, wrap_model
+from .model import check_architecture, load_config, load_mixers, takes_images, wrap_model
 from .ranks.group import PARTS, Layout, RankGroup
 from .ranks.layers import ParallelExperts, VocabParallelEmbedding, shard_module
 from .ranks.pipelining import PipelineRank
@@ -151,7 +150,7 @@ def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
         reason = "is a GGUF file, which is read as a whole"
     elif embeds_only(folder):
         reason = "makes embeddings only"
-    elif hf_config.model_type in SUPPORTED:
+    elif takes_images(hf_config):
         reason = "takes images, which one rank alone encodes"
     elif getattr(hf_config, "quantization_config", None) is not None:
         reason = "has quantized weights"

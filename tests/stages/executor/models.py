@@ -93,6 +93,55 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 ARCHITECTURES = tuple(OVERRIDES)
 
+_OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "index_topk": 8,
+        "index_n_heads": 32,
+        "index_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        **_MOE,
+    },
+}
+"""Models that tests of one part use."""
+
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    **_MOE,
+}
+
+LATENT: dict[str, dict[str, Any]] = {
+    # Widths of which no vector is full.
+    "deepseek_v2": {**_LATENT, "qk_nope_head_dim": 12, "v_head_dim": 20, "q_lora_rank": None},
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": {**_LATENT, "v_head_dim": 32},
+    "minicpm3": {**_LATENT, "qk_rope_head_dim": 8},
+    "longcat_flash": {**_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 2},
+}
+"""Models with multi-head latent attention."""
+
 _LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 _CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 _DELTA = {
@@ -103,7 +152,7 @@ _DELTA = {
     "linear_num_value_heads": 4,
 }
 _EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, **_MOE}
-_LATENT = {
+_NARROW_LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
     "q_lora_rank": None,
@@ -111,7 +160,7 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-_KIMI = {"layer_types": _LINEAR, "linear_num_heads": 2, "linear_head_dim": 12, **_LATENT}
+_KIMI = {"layer_types": _LINEAR, "linear_num_heads": 2, "linear_head_dim": 12, **_NARROW_LATENT}
 _MAMBA_2 = {
     "mamba_n_heads": 6,
     "mamba_d_head": 16,
@@ -185,6 +234,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "attn_layer_period": 3,
         "attn_layer_offset": 1,
     },
+    "zaya": {"num_experts": 4},
     "minimax": {"layer_types": _LINEAR, "num_local_experts": 4, "block_size": 16, **_MOE},
 }
 """Models with recurrent state."""
@@ -227,9 +277,9 @@ def load(folder: Path, **settings: Any) -> Any:
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of a small model; `name` is a key of OVERRIDES, or a kind of model."""
+    """The configuration of a small model; `name` is a key of these tables, or a kind of model."""
     kind = name.removesuffix("_window")
-    own = {**OVERRIDES, **RECURRENT}.get(name, {})
+    own = {**OVERRIDES, **RECURRENT, **LATENT, **_OTHERS}.get(name, {})
     return CONFIG_MAPPING[kind](**{**_COMMON, **own, **changes})
 
 

@@ -263,6 +263,3 @@ def test_settings_that_images_exclude_are_refused_at_load(folder: Path) -> None:
     model = make_vision_model("llava", placeholder=VOCAB)
     with pytest.raises(ModelError, match="the image token 131 of LlavaForConditionalGeneration is"):
         wrap_model(model, 64, image_processor=make_processor("llava"))
-    (folder / "config.json").write_text('{"model_type": "idefics2"}')
-    with pytest.raises(ModelError, match="idefics2 takes images in a way that is not supported"):
-        load(folder)

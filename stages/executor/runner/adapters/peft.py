@@ -325,7 +325,7 @@ def _pair(
 
 def _linears(model: LoadedModel) -> dict[str, LinearMethod]:
     """Return the linear layers that tokens pass, by name: none of the part that encodes images."""
-    tokens_pass = {*model.base.modules()} if model.encoders else None
+    tokens_pass = {*model.base.modules()} if model.is_part else None
     return {
         name: method
         for name, part in model.whole.named_modules()

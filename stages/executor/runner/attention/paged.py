@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from ..attention_options import AttentionOptions, Span
 from ..batch import DecodeRows, Rows
-from ..kernels.cpu import PagedAttention, head_products
+from ..kernels.cpu import PagedAttention
 from ..kv_cache import DecodeKernel, KVCache
 from ..loaded_model import LoadedModel
 from .backend import QKV
@@ -189,7 +189,12 @@ class CpuBackend(PagedBackend):
     A token's bits thus don't depend on how its prompt is cut.
     """
 
-    multiply_heads = staticmethod(head_products)
+    @staticmethod
+    def multiply_heads(rows: Tensor, matrices: Tensor, out: Tensor) -> None:
+        # Most models need none of it.
+        from ..kernels.heads import head_products
+
+        head_products(rows, matrices, out)
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
         """For a model that the kernel handles."""

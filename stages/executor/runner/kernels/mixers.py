@@ -24,7 +24,7 @@ from . import cpu
 from .compile import digest_of
 
 if TYPE_CHECKING:
-    from ..mixers.operators import Segments
+    from ..state.segments import Segments
 
 _LIBRARIES = {
     dtype: tuple(replace(each, define=f"{each.define} MIXERS") for each in candidates)

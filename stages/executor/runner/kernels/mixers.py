@@ -139,7 +139,8 @@ class KernelOperators:
         """Return the address of a step's segments for the kernels, until the next step."""
         if self._segments is not segments:
             self._segments = segments
-            self._columns = [np.ascontiguousarray(each, np.int64) for each in segments]
+            columns = segments.first, segments.count, segments.slot, segments.save
+            self._columns = [np.ascontiguousarray(each, np.int64) for each in columns]
             addresses = (each.ctypes.data for each in self._columns)
             self._run = _Segments(*addresses, len(self._columns[0]))
         return ctypes.addressof(self._run)

@@ -30,6 +30,7 @@ _SETTINGS = (
     "expert_parallel",
     "rank_invariant",
     "attention_tile",
+    "latent_attention",
     "cuda_graphs",
     "ignored_schema_keywords",
 )

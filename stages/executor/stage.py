@@ -200,6 +200,7 @@ class ExecutorStage(Actor):
             kernels=core.off.get("kernels") or kernels_of(core.model),
             attention=core.runner.backend.name,
             graphs=core.off.get("graphs", "recorded"),
+            latent_attention=core.model.latent_attention or "none",
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",

@@ -62,14 +62,16 @@ def compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
     if model.device.type != "cpu" or model.dtypes.weights != torch.float32:
         kernels = "off"  # not loaded here; they are compared module by module
     name = type(model.module).__name__
-    key = f"{id(type(model.module))} {kernels} {model.hf_config.to_json_string(use_diff=False)}"
+    sizes = model.hf_config.to_json_string(use_diff=False)
+    key = f"{id(type(model.module))} {kernels} {model.latent_attention} {sizes}"
     if key in _passed:
         return
     kind = type(model.module)
     small, logits = _small_model(name, model.hf_config, kind)
     block_size = 4
     settings = EngineConfig(kernels=kernels, block_size=block_size, deterministic=False)
-    own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN)
+    latents = "auto" if any(spec.is_latent for spec in model.layers) else "off"
+    own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN, latent_attention=latents)
     count = len(_STEPS[0])
     blocks = count * -(-_MOST_LEN // block_size)
     cache = KVCache(own, blocks, block_size, num_slots=count)
@@ -199,7 +201,9 @@ def _filled(
     # Numbers that the model computes itself, such as decays that depend on each other; but not a
     # router's bias, which begins as zeros.
     computed = {
-        name for name, each in module.named_buffers() if each.numel() > 1 and each.std() > 0
+        name
+        for name, each in module.named_buffers()
+        if each.dtype.is_floating_point and each.numel() > 1 and each.std() > 0
     }
     seen: dict[int, Tensor] = {}
     for name, tensor in whole.state_dict(keep_vars=True).items():

@@ -19,6 +19,7 @@ from .adapters.table import NO_ADAPTER as NO_ADAPTER
 from .adapters.table import AdapterTable
 from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
+from .attention.latent import forget_latents
 from .batch import IntArray as IntArray
 from .batch import Rows as Rows
 from .batch import StepOutput as StepOutput
@@ -140,6 +141,8 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         """Give the modules their own passes back: a cycle would keep the model in memory."""
         if self.fast_modules is not None:
             self.fast_modules.remove()
+        if self.model.latent_attention and not self.model.is_shared:
+            forget_latents(self.model.module)
 
     @contextmanager
     def _watched(self, states: list[Tensor] | None) -> Iterator[None]:

@@ -42,8 +42,9 @@ DecodeKernel = Callable[..., PagedLayer]
 class KVCache(StateMemory):
     """The state of all layers of a model; keys and values are what attention reads of it.
 
-    `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise.
-    The last block is `padding_block`. Call `moved` after the tensors' memory has changed.
+    `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise;
+    those of a latent layer are a view of the keys. The last block is `padding_block`. Call `moved`
+    after the tensors' memory has changed.
 
     Attributes:
         index_of: As of LoadedModel.
@@ -89,7 +90,10 @@ class KVCache(StateMemory):
             for index, spec in enumerate(model.layers)
         ]
         self.recurrent = self.layers[len(model.layers) :]
-        self.keys, self.values = ([pair[which] for pair in attention] for which in range(2))
+        self.keys, self.values = ([pair[which] for pair in attention] for which in (0, -1))
+        self._latents = [layer for layer, spec in enumerate(model.layers) if spec.is_latent]
+        for layer in self._latents:
+            self.values[layer] = self.keys[layer][..., : model.layers[layer].value_dim]
         self._paged: dict[int, PagedLayer] = {}
         self._followers: list[Callable[[], None]] = []
         self.moved()
@@ -119,7 +123,8 @@ class KVCache(StateMemory):
         if self.specs[layer].source is not None:
             return
         self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
-        self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
+        if layer not in self._latents:
+            self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
 
     def follow(self, find: Callable[[], None]) -> None:
         """Call a function, too, whenever tensors have `moved`."""
@@ -127,6 +132,9 @@ class KVCache(StateMemory):
 
     def moved(self) -> None:
         """Find the tensors' new memory, or the model's, and drop scratch buffers."""
+        for layer in self._latents:
+            values = self.values[layer]
+            values.data = self.keys[layer][..., : values.shape[-1]]
         # Scratch for gathered keys and values, kept between calls: the allocator would map, and the
         # kernel clear, a new tensor of some megabytes for every layer of every step.
         self._gathered = [
@@ -148,13 +156,15 @@ class KVCache(StateMemory):
             Buffers that the next call overwrites.
         """
         gathered = []
-        for which, cache in enumerate((self.keys[layer], self.values[layer])):
+        latent = layer in self._latents
+        for which, cache in enumerate((self.keys[layer], self.values[layer])[: 2 - latent]):
             dim = cache.shape[-1]
             if self._gathered[which].numel() < index.numel() * dim:
                 self._gathered[which] = cache.new_empty(2 * index.numel() * dim)
             buffer = self._gathered[which][: index.numel() * dim].view(-1, dim)
             gathered.append(torch.index_select(cache.view(-1, dim), 0, index, out=buffer))
-        return gathered[0], gathered[1]
+        keys = gathered[0]
+        return keys, keys[:, : self.values[layer].shape[-1]] if latent else gathered[1]
 
 
 def block_bytes(model: LoadedModel, block_size: int) -> int:

@@ -48,6 +48,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
         window: As in Span.
         chunk: Likewise.
         source: The `layer_idx` of the layer whose keys and values it reads; None if it has its own.
+        is_latent: Whether values are the first numbers of the keys, and not kept again.
     """
 
     num_kv_heads: int
@@ -56,6 +57,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     window: int | None
     chunk: int | None = None
     source: int | None = None
+    is_latent: bool = False
 
     @property
     def span(self) -> Span:
@@ -63,10 +65,10 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return Span(self.window, self.chunk)
 
     def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the state: keys, and values, unless they are another layer's."""
+        """Return the state: keys, and values unless they are in the keys; or another layer's."""
         if self.source is not None:
             return ()
-        widths = (self.key_dim, self.value_dim)
+        widths = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
         return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
 
 
@@ -94,6 +96,8 @@ class LoadedModel:
         is_shared: Whether a caller shares the module and may replace its weights between steps.
         shards: The whole model's tensors, if the module is one rank's shard; else None.
         pipeline: This rank's place among several stages; None if there is one.
+        latent_attention: "in use", or why latent attention runs with the keys and values of all
+            heads; "" for a model without it.
         encoders: Encoders of the media that the model takes, one for each kind.
     """
 
@@ -115,6 +119,7 @@ class LoadedModel:
     shards: ShardedWeights | None = None
     pipeline: PipelineRank | None = None
     encoders: tuple[MediaEncoder, ...] = ()
+    latent_attention: str = ""
 
     @property
     def states(self) -> tuple[LayerState, ...]:

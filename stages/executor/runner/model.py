@@ -38,6 +38,7 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
+from .attention.latent import keep_latents
 from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
@@ -108,7 +109,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
         from .vision import find_image_processor
 
         processor = find_image_processor(folder)
-    model = wrap_model(module, config.max_model_len, image_processor=processor)
+    model = wrap_model(
+        module,
+        config.max_model_len,
+        image_processor=processor,
+        latent_attention=config.latent_attention,
+    )
     return replace(model, is_shared=False)
 
 
@@ -144,6 +150,7 @@ def wrap_model(
     pipeline: PipelineRank | None = None,
     *,
     image_processor: Any = None,
+    latent_attention: str = "auto",
 ) -> LoadedModel:
     """Wrap a Transformers model that is already in memory, such as a trainer's.
 
@@ -155,6 +162,7 @@ def wrap_model(
         max_model_len: As in EngineConfig.
         pipeline: As of LoadedModel.
         image_processor: Transformers' own; None for text alone.
+        latent_attention: As in EngineConfig.
 
     Raises:
         ModelError: The model is not supported.
@@ -174,6 +182,7 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
+    latents = keep_latents(module, wanted=latent_attention != "off")
     mixers = load_mixers(module)
     probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
@@ -204,6 +213,7 @@ def wrap_model(
         is_shared=True,
         pipeline=pipeline,
         encoders=encoders,
+        latent_attention=latents,
     )
 
 

@@ -77,7 +77,9 @@ def load_sharded(
         raise ModelError(f"the weights in {folder} don't fit: {error}") from None
     _load(folder, files, weights)
     trim(torch.device("cpu"))
-    return wrap_sharded(module, weights, config.max_model_len, pipeline)
+    return wrap_sharded(
+        module, weights, config.max_model_len, pipeline, latent_attention=config.latent_attention
+    )
 
 
 def make_layout(config: EngineConfig, group: RankGroup) -> Layout:
@@ -99,9 +101,11 @@ def wrap_sharded(
     weights: ShardedWeights,
     max_model_len: int,
     pipeline: PipelineRank | None = None,
+    *,
+    latent_attention: str = "auto",
 ) -> LoadedModel:
     """Wrap a rank's model, as `wrap_model`. All ranks call this at the same time."""
-    model = wrap_model(module, max_model_len, pipeline)
+    model = wrap_model(module, max_model_len, pipeline, latent_attention=latent_attention)
     if pipeline is not None and pipeline.is_first:
         pipeline.check_model(module)
     for experts in experts_in(module):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -100,6 +101,14 @@ class AdaptedLinear(LinearMethod):
     def boxes(self, name: str) -> list[Box]:
         return self._method.boxes(name)
 
+    def pairs(self) -> Iterator[tuple[Index, LoraPair]]:
+        """Iterate over the step's adapters of this layer: their tokens, and their matrices."""
+        step = self._adapters.current
+        assert step is not None
+        for slot, index in step.groups:
+            if (pair := self._added.pairs.get(slot)) is not None:
+                yield index, pair
+
 
 class AdapterStep:
     """The adapters of one step's tokens.
@@ -121,16 +130,18 @@ class AdapterStep:
             one_by_one: Never compute them together.
         """
         self._device, self.slots = device, slots
-        used = np.unique(slots[slots >= 0]).tolist()
-        self.together = not one_by_one and len(used) > 1 and sum(ranks) <= MOST_TOGETHER
+        self._used: list[int] = np.unique(slots[slots >= 0]).tolist()
+        self.together = not one_by_one and len(self._used) > 1 and sum(ranks) <= MOST_TOGETHER
         self._masks: dict[int, Tensor] = {}
-        self._groups: list[tuple[int, Index]] = []
         if self.together:
             chosen = np.flatnonzero(slots >= 0)
             self._index = self._index_of(chosen)
             self._owners = torch.from_numpy(slots[chosen]).to(device)[:, None]
-        else:
-            self._groups = [(slot, self._index_of(np.flatnonzero(slots == slot))) for slot in used]
+
+    @cached_property
+    def groups(self) -> list[tuple[int, Index]]:
+        """The adapters' slots, and the tokens of each."""
+        return [(slot, self._index_of(np.flatnonzero(self.slots == slot))) for slot in self._used]
 
     def add(self, layer: Layer, x: Tensor, y: Tensor) -> Tensor:
         """Add the adapters' outputs for `x` to `y`, in place: `[..., tokens, in]` to
@@ -140,7 +151,7 @@ class AdapterStep:
             hidden = F.linear(rows[self._index], layer.a)
             hidden = hidden.masked_fill(self._others(layer.layout), 0)
             _add_products(outputs, self._index, hidden, layer.b)
-        for slot, index in self._groups:
+        for slot, index in () if self.together else self.groups:
             pair = layer.pairs.get(slot)
             if pair is not None:
                 hidden = F.linear(rows[index], pair.a)

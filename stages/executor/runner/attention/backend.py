@@ -19,7 +19,8 @@ class QKV(NamedTuple):
     Attributes:
         queries: Rotated.
         keys: Rotated.
-        values: Their width may differ from that of keys.
+        values: Their width may differ from that of keys. Those of a latent layer are a view of the
+            keys.
     """
 
     queries: Tensor
@@ -53,6 +54,16 @@ class AttentionBackend(Protocol[Batch]):
             The argument for `forward`, for any number of passes over this step. It may share the
             memory of the arguments, which must not change before the last one. A layer's first
             call may add to it.
+        """
+        ...
+
+    def multiply_heads(self, rows: Tensor, matrices: Tensor, out: Tensor) -> None:
+        """Multiply each head's rows with a matrix of its own, for latent attention.
+
+        Args:
+            rows: `[tokens, heads, inputs]`, the last dimension contiguous.
+            matrices: `[heads, inputs, outputs]`, each contiguous, or its transpose.
+            out: `[tokens, heads, outputs]` for the products, the last dimension contiguous.
         """
         ...
 

@@ -83,6 +83,9 @@ def _paged(config: EngineConfig, model: LoadedModel) -> PagedBackend | None:
             from ..kernels.triton_decode import TritonPagedAttention
         except ImportError as error:
             raise KernelsUnavailable(f"Triton can't be imported: {error}") from None
+        if any(spec.is_latent for spec in model.layers):
+            # Its tiles hold whole keys, and those of a latent don't fit into shared memory.
+            raise KernelsUnavailable("latent attention is gathered on CUDA")
         kernel = partial(TritonPagedAttention, tile=config.attention_tile)
         return PagedBackend(model, config.block_size, kernel)
     if model.device.type != "cpu":

@@ -249,10 +249,16 @@ class GatherBatch(msgspec.Struct, frozen=True):
     parts: dict[LayerKind, tuple[DecodeChunk | PrefillRow, ...]]
 
 
+def multiply_heads(rows: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """As `AttentionBackend.multiply_heads`."""
+    out.copy_(torch.bmm(rows.transpose(0, 1), matrices).transpose(0, 1))
+
+
 class GatherBackend:
     """An AttentionBackend that gathers all context."""
 
     name: ClassVar[str] = "gather"
+    multiply_heads = staticmethod(multiply_heads)
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
         """For the layers and the dtype of a model."""

@@ -26,6 +26,7 @@ from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
 from .backend import QKV, AttentionBackend
 from .carried import KeywordsLost
+from .latent import PREFIX, latent_of
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
 """Transformers' names of the fields of AttentionOptions."""
@@ -38,7 +39,7 @@ _IGNORED = frozenset(
 )
 """Other names that change no number, or have been applied before attention is called."""
 
-PROBING = "nano_probe"
+PROBING = f"{PREFIX}probe"
 """The `attn_implementation` of the probe, whose forward call takes a `layer_probe`."""
 
 
@@ -153,8 +154,9 @@ class LayerProbe:
         source = next(owners, None)
         self._kv[index] = (key, value)
         shape = key.shape[1], key.shape[-1], value.shape[-1]
-        self.layers[index] = LayerSpec(*shape, *options.span, source)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        is_latent = latent_of(module) is not None
+        self.layers[index] = LayerSpec(*shape, *options.span, source, is_latent)
+        return _empty_output(module, query, value)
 
     def finish(self, layers: range, *, others: bool) -> tuple[int, ...]:
         """Return the numbers of the attention layers, in order.
@@ -202,10 +204,16 @@ class ImageProbe(LayerProbe):
             mask.mask_function(zero, zero, places[:, None], places).cpu(), seen
         ):
             self._refuse("tokens of images see others than those before them and their own image")
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        return _empty_output(module, query, value)
 
 
-IMPLEMENTATION = "nano_paged"
+def _empty_output(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
+    latent = latent_of(module)
+    width = value.shape[-1] if latent is None else latent.value_dim
+    return query.new_zeros(1, query.shape[2], query.shape[1], width)
+
+
+IMPLEMENTATION = f"{PREFIX}paged"
 """The name for `attn_implementation`."""
 
 
@@ -238,7 +246,7 @@ def paged_attention(
         module: The attention layer; `layer_idx` is its index in the model.
         query: `[1, heads, tokens, key_dim]`.
         key: `[1, kv_heads, tokens, key_dim]`, rotated.
-        value: `[1, kv_heads, tokens, value_dim]`.
+        value: `[1, kv_heads, tokens, value_dim]`; of a latent layer, a part of the key.
         attention_mask: Ignored; the batch has the rule.
         attention_backend: Computes it.
         attention_batch: The step, prepared by the back end.
@@ -257,9 +265,16 @@ def paged_attention(
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
-    qkv = QKV(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    queries = query[0].transpose(0, 1)
     options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
-    return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None], None
+    latent = latent_of(module)
+    if latent is not None:
+        queries = latent.absorb(queries, attention_backend.multiply_heads)
+    qkv = QKV(queries, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    output = attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)
+    if latent is not None:
+        output = latent.project(output, attention_backend.multiply_heads)
+    return output[None], None
 
 
 def _options_of(query: Tensor, call: Mapping[str, Any]) -> AttentionOptions:

@@ -19,11 +19,18 @@ from torch.nn.attention.varlen import varlen_attn
 
 from ..attention_options import AttentionOptions, Span
 from ..batch import DecodeRows, Rows
-from ..kernels.cpu import PagedAttention
+from ..kernels.cpu import PagedAttention, head_products
 from ..kv_cache import DecodeKernel, KVCache
 from ..loaded_model import LoadedModel
 from .backend import QKV
-from .gather import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill_rows
+from .gather import (
+    LayerKind,
+    PrefillRow,
+    for_each_kind,
+    layer_kinds,
+    multiply_heads,
+    prefill_rows,
+)
 
 
 class ReadRows(msgspec.Struct, frozen=True):
@@ -132,6 +139,7 @@ class PagedBackend:
     """An AttentionBackend with a kernel for each layer of a cache."""
 
     name: ClassVar[str] = "paged"
+    multiply_heads = staticmethod(multiply_heads)
 
     def __init__(self, model: LoadedModel, block_size: int, kernel: DecodeKernel) -> None:
         """For the layers of a model, and a kernel."""
@@ -171,7 +179,7 @@ class PagedBackend:
 
 def _dense_rows(rows: Tensor) -> Tensor:
     """`[tokens, heads, dim]` with contiguous rows."""
-    dense = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
+    dense = rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[2])
     return rows if dense else rows.contiguous()
 
 
@@ -180,6 +188,8 @@ class CpuBackend(PagedBackend):
 
     A token's bits thus don't depend on how its prompt is cut.
     """
+
+    multiply_heads = staticmethod(head_products)
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
         """For a model that the kernel handles."""

@@ -192,10 +192,20 @@ class _Cutter:
         return self.span.first(positions) // BLOCK
 
 
+def multiply_heads(rows: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """As `AttentionBackend.multiply_heads`, `_MIN_ROWS` tokens at a time."""
+    with torch._C.DisableTorchFunction():
+        for some, target in zip(rows.split(_MIN_ROWS), out.split(_MIN_ROWS), strict=True):
+            padded = rows.new_zeros(rows.shape[1], _MIN_ROWS, rows.shape[2])
+            padded[:, : len(some)] = some.transpose(0, 1)
+            target.copy_(torch.bmm(padded, matrices)[:, : len(some)].transpose(0, 1))
+
+
 class TiledBackend:
     """An AttentionBackend for deterministic mode."""
 
     name: ClassVar[str] = "tiled"
+    multiply_heads = staticmethod(multiply_heads)
 
     def __init__(self, block_size: int) -> None:
         """`block_size`: of the cache."""

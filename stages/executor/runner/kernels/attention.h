@@ -3,9 +3,10 @@
 // One layer's paged keys and values, and its options.
 typedef struct {
     number *keys;                      // [blocks, block_size, kv_heads, key_width]
-    number *values;                    // [blocks, block_size, kv_heads, value_width]
+    number *values;                    // [blocks, block_size, kv_heads, value_width]; or keys
     long block_size, kv_heads, group;  // group: query heads of a KV head
     long key_width, value_width;       // multiples of 16
+    long value_stride;                 // from one value to the next; with values in keys, key_width
     long window;                       // positions that a query sees, its own included; 0: all
     long own_chunk;                    // positions of a chunk, of which a query sees its own; 0: all
     float scale, softcap;              // softcap 0: none
@@ -16,7 +17,8 @@ typedef struct {
 INLINE void store_row(const Attention *a, const number *key, const number *value, int64_t slot) {
     const long key_row = a->kv_heads * a->key_width, value_row = a->kv_heads * a->value_width;
     memcpy(a->keys + slot * key_row, key, key_row * sizeof(number));
-    memcpy(a->values + slot * value_row, value, value_row * sizeof(number));
+    if (a->values != a->keys)
+        memcpy(a->values + slot * value_row, value, value_row * sizeof(number));
 }
 
 enum {
@@ -24,11 +26,12 @@ enum {
     ROWS = 128,  // of one KV head, that look at them together, if one token's heads are not more
 };
 
-// Query tokens of one sequence, by strides, and their contexts.
+// Query tokens of one sequence, by strides, some of the heads that share a KV head, and contexts.
 typedef struct {
     const number *queries;
     number *out;
     long stride, out_stride, count;
+    long head, heads;                 // the first head, and their number
     const int64_t *table, *contexts;  // contexts: [count], at least 1 each
 } Tokens;
 
@@ -77,7 +80,7 @@ static void gather_positions(const Attention *a, const int64_t *table, long star
     for (long j = 0; j < 16; j++) {
         const long position = start + j < context ? start + j : context - 1;  // any valid one
         keys[j] = row_at(a->keys, a->key_width, a, table, position, kv_head);
-        values[j] = row_at(a->values, a->value_width, a, table, position, kv_head);
+        values[j] = row_at(a->values, a->value_stride, a, table, position, kv_head);
     }
     lay_out_keys(keys, a->key_width, laid_out_keys);
     for (long i = 0; i < a->value_width; i += 32)
@@ -86,7 +89,7 @@ static void gather_positions(const Attention *a, const int64_t *table, long star
     // are a multiple of 4 KiB apart.
     for (long j = start + CHUNK; j < start + CHUNK + 16 && j < context; j++) {
         const number *key = row_at(a->keys, a->key_width, a, table, j, kv_head);
-        const number *value = row_at(a->values, a->value_width, a, table, j, kv_head);
+        const number *value = row_at(a->values, a->value_stride, a, table, j, kv_head);
         for (long i = 0; i < a->key_width; i += WIDTH)
             _mm_prefetch((const char *)(key + i), _MM_HINT_T1);
         for (long i = 0; i < a->value_width; i += WIDTH)
@@ -136,12 +139,12 @@ INLINE void weigh(const Attention *a, const Rows *r, long row, long chunk) {
 }
 
 // Writes the outputs of the rows.
-static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens, long kv_head) {
-    const long group = a->group, width = a->value_width;
+static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens) {
+    const long heads = tokens->heads, width = a->value_width;
     for (long row = 0; row < r->rows; row++) {
         const Floats total = spread(r->totals[row]);
-        number *to = tokens->out + row / group * tokens->out_stride
-                     + (kv_head * group + row % group) * width;
+        number *to = tokens->out + row / heads * tokens->out_stride
+                     + (tokens->head + row % heads) * width;
         for (long i = 0; i < width; i += 32) {
             const float *from = r->sums + row * r->padded + i;
             Floats x = divide(load_floats(from), total);
@@ -153,17 +156,17 @@ static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens, lo
     }
 }
 
-// The attention of the heads that share a KV head, of some query tokens, in one pass over their
+// The attention of heads that share a KV head, of some query tokens, in one pass over their
 // context with a running maximum. Positions are taken CHUNK at a time from a multiple of that on,
 // so the order of a token's sums depends on its sequence alone, not on other query tokens. Weights
 // are rounded before the product with values, as in Transformers' code.
 static void attend(const Attention *a, const Tokens *tokens, long kv_head, const Rows *room) {
-    const long group = a->group;
+    const long heads = tokens->heads;
     Rows rows = *room, *r = &rows;
-    r->rows = tokens->count * group;
+    r->rows = tokens->count * heads;
     long context = 0, lowest = LONG_MAX;
     for (long row = 0; row < r->rows; row++) {
-        const long token = row / group, head = kv_head * group + row % group;
+        const long token = row / heads, head = tokens->head + row % heads;
         const number *query = tokens->queries + token * tokens->stride + head * a->key_width;
         lay_out_operands(query, a->key_width, r->queries + row * r->key_width);
         r->end[row] = tokens->contexts[token];
@@ -188,7 +191,7 @@ static void attend(const Attention *a, const Tokens *tokens, long kv_head, const
                 memset(r->scores + row * CHUNK, 0, CHUNK * sizeof(Operand));
         add_chunk(r, chunk);
     }
-    put_rows(a, r, tokens, kv_head);
+    put_rows(a, r, tokens);
 }
 
 // The most tokens per call of attend.
@@ -209,6 +212,14 @@ static long together(const Attention *a, long row, long rows, const int64_t *tab
         count++;
     }
     return count;
+}
+
+// The number of heads that share a KV head and are computed together: all, unless threads would be
+// idle. It doesn't affect a row's bits.
+INLINE long heads_together(const Attention *a, long tiles) {
+    const long items = tiles * a->kv_heads, threads = omp_get_num_threads();
+    const long parts = (threads + items - 1) / items;
+    return (a->group + parts * GRAIN - 1) / (parts * GRAIN) * GRAIN;
 }
 
 static void decode_attention_by_team(const Attention *a, const number *queries, long stride,
@@ -240,15 +251,25 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
     for (long row = 0; row < rows; row += together(a, row, rows, tables, blocks, contexts))
         starts[tiles++] = row;
     starts[tiles] = rows;
+    const long heads = heads_together(a, tiles), parts = (a->group + heads - 1) / heads;
+    const long per_tile = a->kv_heads * parts;
     begin_attention();
 #pragma omp for schedule(dynamic)
-    for (long item = 0; item < tiles * a->kv_heads; item++) {
-        const long row = starts[item / a->kv_heads], end = starts[item / a->kv_heads + 1];
+    for (long item = 0; item < tiles * per_tile; item++) {
+        const long row = starts[item / per_tile], end = starts[item / per_tile + 1];
+        const long kv_head = item % per_tile / parts, from = item % parts * heads;
         const Tokens tokens = {
-            queries + row * stride, out + row * width, stride, width, end - row,
-            tables + row * blocks,  contexts + row,
+            .queries = queries + row * stride,
+            .out = out + row * width,
+            .stride = stride,
+            .out_stride = width,
+            .count = end - row,
+            .head = kv_head * a->group + from,
+            .heads = from + heads < a->group ? heads : a->group - from,
+            .table = tables + row * blocks,
+            .contexts = contexts + row,
         };
-        attend(a, &tokens, item % a->kv_heads, &room);
+        attend(a, &tokens, kv_head, &room);
     }
     end_attention();
     free(starts);

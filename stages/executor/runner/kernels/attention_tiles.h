@@ -1,7 +1,10 @@
 // Products of attention by tiles: scores of 16 rows and 16 positions, and sums of 16 rows and 32
 // numbers of the values.
 
-enum { GATHERED = 32 };  // positions per gather: those of a tile of weights
+enum {
+    GATHERED = 32,  // positions per gather: those of a tile of weights
+    GRAIN = TILE,   // rows that are multiplied together
+};
 
 INLINE void begin_attention(void) { shape_tiles(TILE, TILE); }
 

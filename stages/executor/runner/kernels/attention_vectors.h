@@ -3,6 +3,7 @@
 enum {
     GATHERED = 16,                                  // positions per gather
     MOST_TOGETHER = MOST_ROWS < 4 ? MOST_ROWS : 4,  // rows that are multiplied together
+    GRAIN = MOST_TOGETHER,
 };
 
 INLINE void begin_attention(void) {}

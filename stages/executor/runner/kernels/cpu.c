@@ -28,6 +28,7 @@
 #include "linear.h"
 // Behind it, since attention uses the products of linear layers.
 #include "attention.h"
+#include "heads.h"
 
 // --- linear layers -----------------------------------------------------------------------------
 
@@ -130,6 +131,12 @@ void decode_attention(const Attention *a, const number *queries, long stride, nu
     const long work = rows * contexts[0] * a->kv_heads * a->group * a->key_width;
 #pragma omp parallel if (work > PARALLEL_WORK)
     decode_attention_by_team(a, queries, stride, out, rows, tables, blocks, contexts);
+}
+
+// Each head's rows times its own matrix.
+void head_products(const HeadProducts *p, const HeadRows *r, long tokens) {
+#pragma omp parallel if (tokens * p->heads * p->inputs * p->outputs > PARALLEL_WORK)
+    head_products_by_team(p, r, tokens);
 }
 
 // --- decoder layers ----------------------------------------------------------------------------

@@ -84,11 +84,34 @@ class _Attention(ctypes.Structure):
         ("group", c_long),
         ("key_width", c_long),
         ("value_width", c_long),
+        ("value_stride", c_long),
         ("window", c_long),
         ("own_chunk", c_long),
         ("scale", c_float),
         ("softcap", c_float),
         ("sinks", c_void_p),
+    )
+
+
+class _HeadProducts(ctypes.Structure):
+    _fields_ = (
+        ("matrices", c_void_p),
+        ("head_stride", c_long),
+        ("heads", c_long),
+        ("inputs", c_long),
+        ("outputs", c_long),
+        ("across", c_long),
+    )
+
+
+class _HeadRows(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("x_token", c_long),
+        ("x_head", c_long),
+        ("out_token", c_long),
+        ("out_head", c_long),
     )
 
 
@@ -100,6 +123,7 @@ _SIGNATURES = {
     "rotate": "plppllll",
     "store": "pplplpl",
     "decode_attention": "pplplplp",
+    "head_products": "ppl",
     "decoder_layers": "plppp",
 }
 _SAMPLING_SIGNATURES = {"softmax_sums": "pllplpppp", "sample": "pllpplpp", "forbid": "plppl"}
@@ -447,7 +471,7 @@ class PagedAttention:
 
         Args:
             keys: `[blocks, block_size, kv_heads, width]`.
-            values: Likewise.
+            values: Likewise; or, of one KV head, the first numbers of the keys, in their memory.
             heads: Query heads.
             options: Options of the layer.
         """
@@ -461,6 +485,7 @@ class PagedAttention:
             group=heads // keys.shape[2],
             key_width=keys.shape[3],
             value_width=values.shape[3],
+            value_stride=values.stride(2),
             window=options.window or 0,
             own_chunk=options.chunk or 0,
             scale=options.scale,
@@ -500,3 +525,29 @@ class PagedAttention:
         tables = rows.tables.data_ptr(), rows.tables.shape[1], rows.contexts.data_ptr()
         self._library.decode_attention(self.argument, *tensors, rows.count, *tables)
         return output
+
+
+def head_products(rows: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """Multiply each head's rows with a matrix of its own.
+
+    Args:
+        rows: `[tokens, heads, inputs]`, the last dimension contiguous.
+        matrices: `[heads, inputs, outputs]`, each contiguous, or its transpose.
+        out: `[tokens, heads, outputs]` for the products, the last dimension contiguous.
+
+    Raises:
+        ValueError: The layout or a dtype is another one.
+    """
+    heads, inputs, outputs = matrices.shape
+    along = matrices.stride()[1:] == (outputs, 1)
+    across = not along and matrices.stride()[1:] == (1, inputs)
+    if not (along or across) or rows.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError(f"matrices of {tuple(matrices.shape)} by {matrices.stride()}")
+    if not rows.dtype is matrices.dtype is out.dtype:
+        raise ValueError(f"{rows.dtype} rows and {out.dtype} products for {matrices.dtype}")
+    products = _HeadProducts(
+        matrices.data_ptr(), matrices.stride(0), heads, inputs, outputs, across
+    )
+    where = _HeadRows(rows.data_ptr(), out.data_ptr(), *rows.stride()[:2], *out.stride()[:2])
+    run = library(rows.dtype).head_products
+    run(ctypes.addressof(products), ctypes.addressof(where), rows.shape[0])

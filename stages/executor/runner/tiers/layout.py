@@ -25,7 +25,8 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     Attributes:
         block_size: Tokens.
-        layers: (KV heads, key width, value width) of each layer that has its own.
+        layers: (KV heads, key width, value width) of each layer that has its own; the last is 0
+            for values within keys.
         dtype: Dtype of the numbers.
         states: (shape, dtype) of each tensor of a snapshot, in their order.
         order: Dimensions of a layer's keys, and of its values.
@@ -45,7 +46,10 @@ class BlockLayout(msgspec.Struct, frozen=True):
     def of(cls, model: LoadedModel, cache: KVCache) -> BlockLayout:
         """Return the layout of a model's blocks."""
         owners = (spec for spec in model.layers if spec.source is None)
-        layers = tuple((spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in owners)
+        layers = tuple(
+            (spec.num_kv_heads, spec.key_dim, 0 if spec.is_latent else spec.value_dim)
+            for spec in owners
+        )
         states = tuple((tuple(each.shape[1:]), _name(each.dtype)) for each in cache.in_slots)
         return cls(cache.block_size, layers, _name(model.dtypes.kv_cache), states)
 

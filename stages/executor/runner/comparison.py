@@ -172,7 +172,8 @@ def _small_model(
                 for ids in map(torch.from_numpy, _sequences()):
                     found = plain(input_ids=ids[None], use_cache=False).logits[0]
                     logits.append(found)
-            if all(each.isfinite().all() and each.any() for each in logits):
+            # An output layer that is zero would make all logits equal, and the comparison void.
+            if all(each.isfinite().all() and each.std(0).any() for each in logits):
                 return make, logits
         # Sizes that don't fit each other fail in many ways, in Transformers' code.
         except Exception as failure:  # noqa: BLE001
@@ -197,7 +198,10 @@ def _filled(
     generator = torch.Generator().manual_seed(0)
     decoder: Any = whole
     inner = decoder.get_decoder()
-    used = {id(each) for part in (inner, decoder.get_output_embeddings()) for each in _own(part)}
+    parts = (inner, decoder.get_output_embeddings())
+    if whole.config.get_text_config() is whole.config:
+        parts = (whole,)  # an output may have further layers
+    used = {id(each) for part in parts for each in _own(part)}
     # Numbers that the model computes itself, such as decays that depend on each other; but not a
     # router's bias, which begins as zeros.
     computed = {

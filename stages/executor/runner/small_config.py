@@ -26,6 +26,11 @@ _SPANS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "floo
 
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MAMBA = (
+    ("mamba_expand", "mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+    ("expand", "mamba_num_heads", "mamba_head_dim", "n_groups"),
+)
+"""Names of widths of which the first, times that of the model, is the product of the next two."""
 
 
 def small_config(
@@ -140,8 +145,26 @@ def _cut_widths(text: Any, size: int, head_dim: int | None) -> None:
     if is_mla and head_dim and hasattr(text, "qk_head_dim"):
         text.qk_head_dim = 2 * head_dim
     for name, value in [*vars(text).items()]:
-        if isinstance(value, int) and name.endswith(("intermediate_size", "ffn_hidden_size")):
-            setattr(text, name, 16 * size)
+        if name.endswith(("intermediate_size", "ffn_hidden_size")) and value is not None:
+            small = 16 * size
+            setattr(text, name, [small] * len(value) if isinstance(value, list) else small)
+    _cut_rotation(text, width)
+    for expand, mamba_heads, mamba_width, groups in _MAMBA:
+        if all(hasattr(text, name) for name in (expand, mamba_heads, mamba_width, groups)):
+            count = 2 * getattr(text, groups)
+            setattr(text, mamba_heads, count)
+            setattr(text, mamba_width, getattr(text, expand) * text.hidden_size // count)
+
+
+def _cut_rotation(text: Any, width: int) -> None:
+    """Cut the parts of a head that rotate by time, height and width, in their proportions."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "rope_type" not in rope:
+        return  # none, or one for each kind of layer
+    pairs = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+    before = rope.get("mrope_section") or [1, 1, 1]
+    sections = [max(part * pairs // sum(before), 1) for part in before[:-1]]
+    text.rope_parameters = rope | {"mrope_section": [*sections, pairs - sum(sections)]}
 
 
 def _cut_mamba(text: Any) -> None:

@@ -7,21 +7,24 @@ Random weights in the shapes of the models' attention, in two layers whose MLPs 
 attention with its projections takes nearly all of the time:
 
     decode      one sequence, a token per step, 4,096 tokens before it
-    decode 8    eight such sequences
-    prefill     a prompt of 512 tokens, and one of 4,096, in steps of 512
+    decode 4    four such sequences
+    prefill     512 tokens of a prompt, its first ones, and those after 4,096
 
-The peer is `engine.latent_attention: off` in the same run; `x` is the median of the ratios within a
-repetition. Bytes per token are of the whole model in bfloat16.
+Times are processor time, of all threads. The peer is `engine.latent_attention: off` in the same
+run; `x` is the median of the ratios within a repetition. Bytes per token are of the whole model in
+bfloat16.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from cores import BLOCK_SIZE, blocks_for, new_sequence, step_plan
-from harness import median_ratio, options, print_table, progress, record, rotated, timed
+from harness import median_ratio, options, print_table, progress, record, rotated
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -30,8 +33,8 @@ from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner.kv_cache import block_bytes
 
 ENDLESS = SamplingParams(temperature=1.0, max_tokens=10_000)
-CHUNK, CONTEXT, SEQUENCES, STEPS = 512, 4_096, 8, 4
-LAYERS = 2
+CHUNK, CONTEXT, SEQUENCES, STEPS = 512, 4_096, 4, 4
+LAYERS, LONGEST = 2, CONTEXT + CHUNK + BLOCK_SIZE
 
 SHAPES: dict[str, tuple[str, int, dict[str, int]]] = {
     "MiniCPM3": ("minicpm3", 62, {}),
@@ -54,6 +57,7 @@ def make_model(kind: str, widths: dict[str, Any], dtype: torch.dtype) -> Any:
     config = CONFIG_MAPPING[kind](
         num_hidden_layers=LAYERS,
         vocab_size=1_024,
+        max_position_embeddings=8_192,
         intermediate_size=512,
         first_k_dense_replace=LAYERS,
         mlp_layer_types=["dense"] * LAYERS,
@@ -67,46 +71,53 @@ def make_model(kind: str, widths: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 class Work:
-    """An executor with sequences of `CONTEXT` tokens."""
+    """An executor whose cache has random numbers."""
 
     def __init__(self, module: Any, latent: str) -> None:
         """`latent`: `engine.latent_attention`."""
-        model = wrap_model(module, CONTEXT + 64, latent_attention=latent)
+        model = wrap_model(module, LONGEST, latent_attention=latent)
         self.token_bytes = block_bytes(model, 1) // LAYERS
         config = EngineConfig(
             block_size=BLOCK_SIZE,
             max_batch_size=SEQUENCES,
-            kv_cache_bytes=1 << 40,
             deterministic=False,
             latent_attention=latent,  # type: ignore[arg-type]
         )
-        blocks = SEQUENCES * blocks_for(CONTEXT + 64)
-        self._core = ExecutorCore(config, model=model, num_blocks=blocks)
-
-    def prefill(self) -> list[float]:
-        """Return the seconds of each chunk of a prompt."""
-        self._core.reset()
-        self._step = 0
-        return self._fill(0)
+        self._core = ExecutorCore(config, model=model, num_blocks=SEQUENCES * blocks_for(LONGEST))
+        for tensor in self._core.cache.tensors:
+            tensor.normal_()
 
     def decode(self, sequences: int) -> float:
-        """Return the seconds of a step; `prefill` has run."""
-        for index in range(1, sequences):
-            self._fill(index)
-        return timed(lambda: [self._run(range(sequences), 1) for _ in range(STEPS)]) / STEPS
+        """Return the seconds of a step with `CONTEXT` tokens before it."""
+        ids = range(sequences)
+        self._start(ids, CONTEXT, 1)
+        return _processor_s(lambda: [self._run(ids, 1) for _ in range(STEPS)]) / STEPS
 
-    def _fill(self, index: int) -> list[float]:
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(5, 1_000, (CONTEXT,), generator=generator).tolist()
-        count = blocks_for(CONTEXT + 64)
-        own = range(index * count, (index + 1) * count)
-        new = new_sequence(index, index, tokens, own, ENDLESS)
-        parts = [(new,), *((),) * (CONTEXT // CHUNK - 1)]
-        return [timed(lambda part=part: self._run([index], CHUNK, part)) for part in parts]
+    def prefill(self, num_cached: int) -> float:
+        """Return the seconds of a chunk of a prompt, after so many tokens."""
+        return _processor_s(lambda: self._start(range(1), num_cached, CHUNK))
 
-    def _run(self, ids: Any, count: int, new: Any = ()) -> None:
+    def _start(self, ids: range, num_cached: int, count: int) -> None:
+        self._core.reset()
+        self._step = 0
+        generator = torch.Generator().manual_seed(0)
+        blocks = blocks_for(LONGEST)
+        new = []
+        for index in ids:
+            tokens = torch.randint(5, 1_000, (num_cached + count,), generator=generator).tolist()
+            own = range(index * blocks, (index + 1) * blocks)
+            new.append(new_sequence(index, index, tokens, own, ENDLESS, num_cached=num_cached))
+        self._run(ids, count, tuple(new))
+
+    def _run(self, ids: range, count: int, new: Any = ()) -> None:
         self._step += 1
         self._core.execute(step_plan(self._step, tuple(ids), count, new))
+
+
+def _processor_s(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
 
 
 def measure(name: str, dtype: torch.dtype, repeat: int) -> dict[str, dict[str, Any]]:
@@ -114,17 +125,17 @@ def measure(name: str, dtype: torch.dtype, repeat: int) -> dict[str, dict[str, A
     kind, layers, widths = SHAPES[name]
     times: dict[str, dict[str, list[float]]] = {"auto": {}, "off": {}}
     sizes: dict[str, int] = {}
+    # A module keeps its latents for good, so each has its own.
+    works = {latent: Work(make_model(kind, widths, dtype), latent) for latent in times}
     for repetition in range(repeat + 1):
         for latent in rotated(times, repetition):
-            # A module's latents are kept for good, so each has its own.
-            work = Work(make_model(kind, widths, dtype), latent)
+            work = works[latent]
             sizes[latent] = work.token_bytes * layers * 2 // dtype.itemsize
-            chunks = work.prefill()
             found = {
-                "prefill 512": chunks[0],
-                "prefill 4,096": sum(chunks),
                 "decode": work.decode(1),
-                "decode 8": work.decode(SEQUENCES),
+                f"decode {SEQUENCES}": work.decode(SEQUENCES),
+                f"prefill {CHUNK}": work.prefill(0),
+                f"prefill {CHUNK} after {CONTEXT:,}": work.prefill(CONTEXT),
             }
             if repetition:
                 for each, seconds in found.items():

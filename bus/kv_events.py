@@ -16,6 +16,10 @@ DEVICE: Medium = "GPU"
 HOST: Medium = "CPU"
 DISK: Medium = "DISK"
 
+STATE_GROUP = 1
+STATE_KIND = "mamba"
+"""vLLM's name for the cache group of layers with recurrent state, whatever their kind."""
+
 ExtraKeys = tuple[tuple[str, ...] | None, ...]
 
 
@@ -35,6 +39,10 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
         extra_keys: For each block, what its KV depends on besides tokens and adapter: at the start
             of a prompt (salt) or (tenant, salt, media ...), None for later blocks. Left out where
             there is nothing, as for the default tenant without a salt.
+        group_idx: `STATE_GROUP` if snapshots of the recurrent state at the ends of these blocks can
+            be found; left out for the blocks themselves. Snapshots have hashes alone, as below the
+            device.
+        kv_cache_spec_kind: `STATE_KIND` for snapshots, likewise.
     """
 
     block_hashes: tuple[int, ...]
@@ -45,13 +53,16 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     medium: Medium
     lora_name: str | None
     extra_keys: ExtraKeys | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """Blocks that can't be found any more in this medium."""
+    """Blocks, or snapshots with `group_idx`, that can't be found any more in this medium."""
 
     block_hashes: tuple[int, ...]
     medium: Medium
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):

@@ -229,6 +229,12 @@ def _load(report: StageReport, *, verbose: bool) -> str:
     if "kv_host" in load:
         tiers = [f"{load.pop(f'kv_{tier}')} of {load.pop(f'kv_{tier}_total')}" for tier in TIERS]
         texts.append(f"below: {tiers[0]} blocks in host memory, {tiers[1]} on disk")
+    if "kv_states_host" in load:
+        tiers = [
+            f"{load.pop(f'kv_states_{tier}')} of {load.pop(f'kv_states_{tier}_total')}"
+            for tier in TIERS
+        ]
+        texts.append(f"{tiers[0]} snapshots in host memory, {tiers[1]} on disk")
     if "rank_bytes" in load:
         sizes = [decimal(int(each)) for each in str(load.pop("rank_bytes")).split(",")]
         texts.append(f"{load.pop('ranks')} ranks of {', '.join(sizes)} memory")

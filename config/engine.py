@@ -141,9 +141,10 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             without "paged". "auto" is the fastest available.
         attention_tile: Positions per tile of "paged" on CUDA, a power of two from 16 to 1024; 0
             chooses by head size. Refused by back ends without tiles.
-        latent_attention: "auto" keeps the latent of multi-head latent attention (DeepSeek, GLM-4.7
-            Flash, MiniCPM3 and others) in the KV cache, and multiplies queries with what would
-            make keys of it; "off" keeps keys and values of all heads (docs/latent-attention.md).
+        latent_attention: For models with multi-head latent attention (DeepSeek, GLM-4.7-Flash,
+            MiniCPM3 and others): "auto" keeps each token's latent in the KV cache, a tenth of the
+            bytes or less; "off" keeps the keys and values of all heads, so that long prompts are
+            computed faster (docs/latent-attention.md).
         cuda_graphs: "auto" records decode steps as CUDA graphs at load and replays them (CUDA, with
             `kernels`); "off" launches each operation.
         huge_pages: "auto" puts weights and KV cache into huge pages if available (CPU, Linux),

@@ -22,10 +22,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..config import EngineConfig, ModelError
 from ..stages.admission.checks import check_token_ids
 from ..stages.executor.driver.logprobs import scale_logits
-from ..stages.executor.runner.attention.backend import QKV, AttentionBackend
+from ..stages.executor.runner.attention.backend import AttentionBackend
 from ..stages.executor.runner.attention.choose import choose_backend
 from ..stages.executor.runner.attention.gather import visible
-from ..stages.executor.runner.attention.interface import probe_mask
+from ..stages.executor.runner.attention.interface import attend, probe_mask
+from ..stages.executor.runner.attention.latent import PREFIX, latent_of
 from ..stages.executor.runner.attention_options import AttentionOptions
 from ..stages.executor.runner.batch import Rows
 from ..stages.executor.runner.fast_modules.modules import FastModules
@@ -35,7 +36,7 @@ from ..stages.executor.runner.kv_cache import KVCache
 from ..stages.executor.runner.model import wrap_model
 from .engine_requests import ArgumentError, check_prompts, token_ids_of
 
-IMPLEMENTATION = "nano_exact"
+IMPLEMENTATION = f"{PREFIX}exact"
 """The name for `attn_implementation`."""
 
 _BLOCK_SIZE = 64
@@ -64,6 +65,7 @@ class ExactForward:
         module: nn.Module,
         max_model_len: int = 1 << 20,
         kernels: Literal["auto", "off"] = "auto",
+        latent_attention: Literal["auto", "off"] = "auto",
     ) -> None:
         """Replace the model's attention, and set eval mode, since dropout can't be exact.
 
@@ -71,12 +73,15 @@ class ExactForward:
             module: A Transformers causal language model, on CPU.
             max_model_len: The longest sequence; the model's own limit applies, too.
             kernels: As the engine's `kernels`, which the bits depend on.
+            latent_attention: As the engine's, likewise.
 
         Raises:
             ModelError: The model's architecture is not supported.
         """
-        self._model = wrap_model(module, max_model_len)
+        self._model = wrap_model(module, max_model_len, latent_attention=latent_attention)
         require_cpu(self._model.device)
+        if self._model.index_keys:
+            raise ModelError("attention whose indexer chooses tokens has no exact training pass")
         for options in self._model.attention_options:
             if options.softcap is not None or options.sinks is not None:
                 raise ModelError("attention with a soft cap or sinks has no exact training pass")
@@ -184,7 +189,7 @@ def exact_attention(
         module: The attention layer.
         query: `[1, heads, tokens, dim]`.
         key: `[1, kv_heads, tokens, dim]`.
-        value: `[1, kv_heads, tokens, value_dim]`.
+        value: `[1, kv_heads, tokens, value_dim]`; of a latent layer, a part of the key.
         attention_mask: Ignored, since the batch holds the masks.
         attention_backend: Computes the forward pass; None for torch, exact within rounding.
         attention_batch: The sequences, as prepared by the back end.
@@ -199,15 +204,23 @@ def exact_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
     options = AttentionOptions(scale, sliding_window, chunk=kv_cache.specs[layer].chunk)
+    latent = latent_of(module)
+
+    def differentiable(query: Tensor, key: Tensor, other: Tensor) -> Tensor:
+        value = other
+        if latent is not None:
+            key, value = latent.expand_by(key, other)
+        return _attend_each(query, key, value, sequence_lengths, options)
+
+    other = value if latent is None else latent.weight
     if attention_backend is None:
-        return _attend_each(query, key, value, sequence_lengths, options), None
+        return differentiable(query, key, other), None
 
-    def run(*inputs: Tensor) -> Tensor:
-        qkv = QKV(*(each[0].transpose(0, 1) for each in inputs))
-        return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None]
+    def run(*_: Tensor) -> Tensor:
+        states = query, key, value
+        return attend(module, states, options, attention_backend, attention_batch, kv_cache)
 
-    differentiable = partial(_attend_each, lengths=sequence_lengths, options=options)
-    output: Tensor = _Exact.apply(run, differentiable, query, key, value)  # type: ignore[no-untyped-call]
+    output: Tensor = _Exact.apply(run, differentiable, query, key, other)  # type: ignore[no-untyped-call]
     return output, None
 
 

@@ -26,6 +26,7 @@ class BlockStored(_Event):
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(_Event):
@@ -65,7 +66,7 @@ class Router:
 
     Attributes:
         forgets: Whether to forget the tokens of a hash that is in no medium.
-        where: Hashes by medium.
+        where: Hashes by medium, and by medium and group of those that have one.
         cleared: Number of AllBlocksCleared.
     """
 
@@ -81,11 +82,11 @@ class Router:
                 case BlockStored():
                     self._store(event)
                 case BlockRemoved():
-                    assert event.medium is not None
+                    where = self._in(event)
                     hashes = set(event.block_hashes)
                     assert len(hashes) == len(event.block_hashes), "removed twice"
-                    assert hashes <= self.where[event.medium], "removed, but never stored"
-                    self.where[event.medium] -= hashes
+                    assert hashes <= where, "removed, but never stored"
+                    where -= hashes
                     if self.forgets:
                         for each in hashes - set().union(*self.where.values()):
                             self._at.pop(self._place_of.pop(each, (PLAIN, ())), None)
@@ -105,9 +106,14 @@ class Router:
             parent = each
         return found
 
-    def _store(self, event: BlockStored) -> None:
+    def _in(self, event: BlockStored | BlockRemoved) -> set[bytes | int]:
+        """The blocks, or the snapshots, of an event's medium."""
         assert event.medium is not None
-        known = self.where.setdefault(event.medium, set())
+        medium = event.medium if event.group_idx is None else f"{event.medium} {event.group_idx}"
+        return self.where.setdefault(medium, set())
+
+    def _store(self, event: BlockStored) -> None:
+        known = self._in(event)
         assert not known & set(event.block_hashes), "stored twice"
         known |= set(event.block_hashes)
         if not event.token_ids:

@@ -294,6 +294,11 @@ class ImageProcessor:
             edges = own.size.longest_edge or (own.size.height, own.size.width)
             empty = np.broadcast_to(np.uint8(0), (3, height, width))
             return {"image_sizes": [rule(empty, edges, kwargs["patch_size"], "channels_first")]}
+        if "num_soft_tokens_per_image" in own.model_input_names:
+            (number,) = self._processor._get_num_multimodal_tokens([(height, width)])[
+                "num_image_tokens"
+            ]
+            return {"num_soft_tokens_per_image": [number]}
         shape = own.crop_size if own.do_center_crop else own.size
         if _OF_FIXED_SHAPE.issuperset(own.model_input_names) and shape.height and shape.width:
             pixels = np.zeros((1, shape.height, shape.width), np.uint8)

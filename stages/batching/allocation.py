@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from ...bus.kv_events import Medium
 from ...bus.messages import DEFAULT_SCOPE, CacheScope, RemoteBlocks
 from ...bus.sections import Sections
 from ...bus.steps import KVMove
@@ -71,6 +72,14 @@ class Allocation:
         self.num_known = 0
 
 
+class UnitLog(Protocol):
+    """A log of the blocks, or the snapshots, that can be found in a medium; see `KVEventLog`."""
+
+    def store_below(self, medium: Medium, name: bytes) -> None: ...
+    def remove_below(self, medium: Medium, name: bytes) -> None: ...
+    def lose(self, medium: Medium) -> None: ...
+
+
 class Follower:
     """Follows a cache's blocks by their names. The methods here do nothing."""
 
@@ -112,9 +121,11 @@ class States(Follower):
 
     Attributes:
         exists: Whether layers of the model have a recurrent state.
+        log: Log of the snapshots that can be found; None for no log.
     """
 
     exists = False
+    log: UnitLog | None = None
 
     def usable(self, allocation: Allocation, num_blocks: int) -> int:
         """Return how many of so many leading blocks that were found an allocation can start with:
@@ -124,7 +135,8 @@ class States(Follower):
 
     def follows(self, allocation: Allocation, num_blocks: int) -> bool:
         """Return whether an allocation waits for a snapshot beyond so many blocks, which another
-        one is about to make. Otherwise it is expected to start with the next plan.
+        one is about to make, or which there is no place to load to. Otherwise it is expected to
+        start with the next plan.
         """
         return False
 
@@ -137,6 +149,12 @@ class States(Follower):
 
     def release(self, allocation: Allocation) -> None:
         """Keep the snapshot of `hold` no longer, if there is one."""
+
+    def demote(self, allocation: Allocation, *, stores: bool) -> None:
+        """Let the snapshot at the end of the blocks that an allocation holds be given out next.
+
+        Until then it can be found. `stores`: whether to store it below the device now.
+        """
 
     # --- for the memory below the device ------------------------------------------------------
 
@@ -226,19 +244,13 @@ class Below(Follower):
         pays, against computing the blocks after the first `num_blocks`; else that number."""
         return num_blocks
 
-    def pin_state(self, name: bytes) -> None:
-        """Keep a snapshot in its place, until `unpin_state`."""
-
-    def unpin_state(self, name: bytes) -> None:
-        """End one `pin_state`."""
-
-    def load_state(self, allocation: Allocation, num_blocks: int, take: Callable[[], int]) -> None:
-        """Load the snapshot at the end of so many blocks of an allocation that has just started.
+    def load_state(self, name: bytes, take: Callable[[], int]) -> None:
+        """Load a snapshot that `reach` has found.
 
         Args:
-            allocation: The allocation.
-            num_blocks: As returned by `reach`.
-            take: Returns the number of the device's snapshot to load it to.
+            name: Its name.
+            take: Returns the number of the device's snapshot to load it to, which may be stored
+                before.
         """
 
     def store_state(self, name: bytes, number: int) -> None:

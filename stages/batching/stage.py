@@ -148,9 +148,9 @@ class BatchingStage(Actor):
         self.metrics.record(instruments.ENCODED_IMAGES, images.get("encoded", 0))
         self.metrics.record(instruments.CACHED_IMAGE_TOKENS, images.get("kept_tokens", 0))
         if (moves := counts.get("tier_moves")) is not None:
-            for tier in ("host", "disk"):
-                blocks = load[f"kv_{tier}"]
-                self.metrics.record(instruments.KV_TIER_BLOCKS, blocks, {names.KV_TIER: tier})
+            for tier in ("host", "disk", "states_host", "states_disk"):
+                units = load.get(f"kv_{tier}", 0)
+                self.metrics.record(instruments.KV_TIER_BLOCKS, units, {names.KV_TIER: tier})
             for move, count in moves.items():
                 self.metrics.record(instruments.KV_TIER_MOVES, count, {names.KV_MOVE: move})
             self.metrics.record(instruments.KV_TIME_SAVED, counts["tier_times"]["saved_s"])

@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    MiniCPM3Config,
+    Qwen2Config,
+)
 
 from nano_inference import (
     EngineConfig,
@@ -67,6 +73,32 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, and multi-head latent attention."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("latent")
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.save_pretrained(folder)
+    shape = MiniCPM3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        eos_token_id=0,
+        initializer_range=0.2,
+    )
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(("dtype", "temperature"), [("float32", 0.7), ("bfloat16", 1.0)])
 def test_every_bit_is_the_engines(
     dtype: Literal["float32", "bfloat16"], temperature: float
@@ -79,6 +111,10 @@ def test_every_bit_is_the_engines_with_windows(windowed: Path) -> None:
     check_bits(ExactForward(load(windowed)), roll_out(windowed, "float32", 1.0), 1.0)
 
 
+def test_every_bit_is_the_engines_with_latents(latent: Path) -> None:
+    check_bits(ExactForward(load(latent)), roll_out(latent, "float32", 1.0), 1.0)
+
+
 def check_bits(exact: ExactForward, samples: Sequence[TrainingSample], temperature: float) -> None:
     sequences = [sample.prompt_tokens + sample.completion_tokens for sample in samples]
     for found, sample in zip(exact.logprobs(sequences, temperature), samples, strict=True):
@@ -87,9 +123,9 @@ def check_bits(exact: ExactForward, samples: Sequence[TrainingSample], temperatu
         assert sampled.tolist() == list(sample.logprobs)
 
 
-@pytest.mark.parametrize("model", ["tiny", "windowed"])
-def test_gradients_equal_the_plain_model_s(model: str, windowed: Path) -> None:
-    folder = TINY if model == "tiny" else windowed
+@pytest.mark.parametrize("model", ["tiny", "windowed", "latent"])
+def test_gradients_equal_the_plain_model_s(model: str, windowed: Path, latent: Path) -> None:
+    folder = {"tiny": TINY, "windowed": windowed, "latent": latent}[model]
     generator = torch.Generator().manual_seed(0)
     lengths = (3, 90, 41)
     sequences = [torch.randint(5, 700, (n,), generator=generator).tolist() for n in lengths]

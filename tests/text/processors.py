@@ -153,6 +153,21 @@ FAMILIES = {
         settings={"image_seq_length": 4},
         image_settings={"size": {"height": 32, "width": 32}},
     ),
+    "gemma4": Family(
+        "gemma4",
+        "Gemma4Processor",
+        "Gemma4ImageProcessorPil",
+        "<|image|>",
+        named={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        image_settings={"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+    ),
     "idefics3": Family(
         "idefics3",
         "Idefics3Processor",

@@ -9,6 +9,8 @@ from ....bus.kv_events import (
     DEVICE,
     DISK,
     HOST,
+    STATE_GROUP,
+    STATE_KIND,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -36,6 +38,7 @@ class KVEvents(Part, Follower):
         self.log = KVEventLog(core.cache.block_size)
         self._cache: KVCacheManager = core.cache
         core.cache.followers += (self,)
+        core.cache.states.log = StateLog(self.log)
 
     def named(self, allocation: Allocation, first: int, end: int, named: Sequence[int]) -> None:
         index, size, names = first, self._cache.block_size, allocation.names
@@ -81,7 +84,8 @@ class KVEventLog:
     """Events since the last `take`, and the blocks that the events so far have announced.
 
     A block is announced once in each medium, and removed once: a router that applies all events
-    has exactly the announced blocks. The first event is AllBlocksCleared.
+    has exactly the announced blocks. The first event is AllBlocksCleared. Snapshots of a recurrent
+    state are announced likewise, in the group of their own.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -89,9 +93,11 @@ class KVEventLog:
         self._block_size = block_size
         self._events: list[KVEvent] = [AllBlocksCleared()]
         # The event that is still extended: removed, or stored below the device.
-        self._run: tuple[type[BlockRemoved | BlockStored], Medium, list[int]] | None = None
-        # By medium, the announced blocks and their adapters ("" for none).
-        self._announced: dict[Medium, dict[bytes, str]] = {DEVICE: {}, HOST: {}, DISK: {}}
+        self._run: tuple[type[BlockRemoved | BlockStored], Medium, bool, list[int]] | None = None
+        # By medium, the announced blocks and their adapters ("" for none); and the snapshots.
+        self._announced: dict[tuple[Medium, bool], dict[bytes, str]] = {
+            (medium, state): {} for medium in (DEVICE, HOST, DISK) for state in (False, True)
+        }
         self._name_of: dict[int, bytes] = {}
 
     def take(self) -> tuple[KVEvent, ...]:
@@ -131,7 +137,7 @@ class KVEventLog:
             scope: Scope of the sequence.
         """
         self._name_of.update(zip(block_ids, names, strict=True))
-        self._announced[DEVICE].update(dict.fromkeys(names, scope.adapter))
+        self._announced[DEVICE, False].update(dict.fromkeys(names, scope.adapter))
         self._end_run()
         self._events.append(
             BlockStored(
@@ -151,26 +157,28 @@ class KVEventLog:
         if (name := self._name_of.pop(block_id, None)) is not None:
             self._remove(DEVICE, (name,))
 
-    # --- below the device ---------------------------------------------------------------------
+    # --- by name alone ------------------------------------------------------------------------
 
-    def store_below(self, medium: Medium, name: bytes) -> None:
-        """Announce a block in a tier. Routers have its tokens from the event of the device."""
-        if name in self._announced[medium]:
-            return
-        self._announced[medium][name] = self._adapter_of(name)
-        self._extend(BlockStored, medium, [wire_hash(name)])
+    def store_below(self, medium: Medium, name: bytes, *, state: bool = False) -> None:
+        """Announce a block in a tier, or a snapshot. Routers have its tokens from the event of the
+        device."""
+        announced = self._announced[medium, state]
+        if name not in announced:
+            announced[name] = self._adapter_of(name)
+            self._extend(BlockStored, medium, [wire_hash(name)], state=state)
 
-    def remove_below(self, medium: Medium, name: bytes) -> None:
-        """Announce that a block can't be found in a tier any more, if it was announced."""
-        self._remove(medium, (name,))
+    def remove_below(self, medium: Medium, name: bytes, *, state: bool = False) -> None:
+        """Announce that a block or snapshot can't be found in a medium any more, if it was
+        announced."""
+        self._remove(medium, (name,), state=state)
 
     # --- many at once -------------------------------------------------------------------------
 
-    def lose(self, medium: Medium) -> None:
-        """Announce that nothing can be found in a medium any more."""
-        if medium == DEVICE:
+    def lose(self, medium: Medium, *, state: bool = False) -> None:
+        """Announce that no block, or no snapshot, can be found in a medium any more."""
+        if medium == DEVICE and not state:
             self._name_of.clear()
-        self._remove(medium, tuple(self._announced[medium]))
+        self._remove(medium, tuple(self._announced[medium, state]), state=state)
 
     def retire(self, adapter: str) -> set[bytes]:
         """Announce that no block of an adapter can be found any more: it has other weights now.
@@ -179,40 +187,67 @@ class KVEventLog:
             The names of the blocks.
         """
         retired: set[bytes] = set()
-        for medium, announced in self._announced.items():
+        for (medium, state), announced in self._announced.items():
             names = [name for name, owner in announced.items() if owner == adapter]
-            self._remove(medium, names)
+            self._remove(medium, names, state=state)
             retired.update(names)
         for block_id in [b for b, name in self._name_of.items() if name in retired]:
             del self._name_of[block_id]
         return retired
 
-    def _remove(self, medium: Medium, names: Iterable[bytes]) -> None:
-        announced = self._announced[medium]
+    def _remove(self, medium: Medium, names: Iterable[bytes], *, state: bool = False) -> None:
+        announced = self._announced[medium, state]
         gone = [wire_hash(name) for name in names if announced.pop(name, None) is not None]
         if gone:
-            self._extend(BlockRemoved, medium, gone)
+            self._extend(BlockRemoved, medium, gone, state=state)
 
     def _extend(
-        self, kind: type[BlockRemoved | BlockStored], medium: Medium, hashes: list[int]
+        self,
+        kind: type[BlockRemoved | BlockStored],
+        medium: Medium,
+        hashes: list[int],
+        *,
+        state: bool,
     ) -> None:
-        if self._run is None or self._run[:2] != (kind, medium):
+        if self._run is None or self._run[:3] != (kind, medium, state):
             self._end_run()
-            self._run = (kind, medium, [])
-        self._run[2].extend(hashes)
+            self._run = (kind, medium, state, [])
+        self._run[3].extend(hashes)
 
     def _end_run(self) -> None:
         if self._run is not None:
-            kind, medium, hashes = self._run
+            kind, medium, state, hashes = self._run
+            group = {"group_idx": STATE_GROUP} if state else {}
             if kind is BlockRemoved:
-                self._events.append(BlockRemoved(tuple(hashes), medium))
+                self._events.append(BlockRemoved(tuple(hashes), medium, **group))
             else:
-                self._events.append(BlockStored(tuple(hashes), None, (), 0, None, medium, None))
+                spec = {**group, "kv_cache_spec_kind": STATE_KIND} if state else {}
+                stored = BlockStored(tuple(hashes), None, (), 0, None, medium, None, **spec)
+                self._events.append(stored)
             self._run = None
 
     def _adapter_of(self, name: bytes) -> str:
         """Return the adapter of a block that may be announced in another medium."""
         return next((a[name] for a in self._announced.values() if name in a), "")
+
+
+class StateLog:
+    """The log of snapshots of a recurrent state, each named as the block that ends there."""
+
+    def __init__(self, log: KVEventLog) -> None:
+        self._log = log
+
+    def store_below(self, medium: Medium, name: bytes) -> None:
+        """Announce a snapshot."""
+        self._log.store_below(medium, name, state=True)
+
+    def remove_below(self, medium: Medium, name: bytes) -> None:
+        """Announce that a snapshot can't be found any more, if it was announced."""
+        self._log.remove_below(medium, name, state=True)
+
+    def lose(self, medium: Medium) -> None:
+        """Announce that no snapshot can be found in a medium any more."""
+        self._log.lose(medium, state=True)
 
 
 def _extra_keys(scope: CacheScope, num_blocks: int) -> ExtraKeys | None:

@@ -398,8 +398,11 @@ class Sessions(Part):
         self._cache.hold(allocation)
         block_ids = [*allocation.block_ids]
         num_below = self._num_below(allocation)
+        stores = self._room_to_load() is not None
+        if block_ids:
+            self._cache.states.demote(allocation, stores=stores)
         self._cache.release(allocation)
-        self._cache.evict_next(block_ids, stores=self._room_to_load() is not None)
+        self._cache.evict_next(block_ids, stores=stores)
         num_tokens = (len(block_ids) + num_below) * self._cache.block_size
         if not num_tokens and self._num_full(session):
             return KVSessionResult(outcome="missing", reason=GONE)

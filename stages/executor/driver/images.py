@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -62,9 +63,10 @@ class SequenceImages:
         token_bytes = (1 + vision.num_deep) * width * model.dtypes.activations.itemsize
         cache_tokens = config.image_cache_bytes // token_bytes
         most = min(config.max_image_tokens_per_step, cache_tokens, model.max_model_len)
-        if vision.sees_itself:
+        self._looks_ahead = vision.looks_ahead != "nowhere"
+        if self._looks_ahead:
             most = min(most, config.max_tokens_per_batch)
-        self.capacity = ImageCapacity(most, cache_tokens, vision.sees_itself)
+        self.capacity = ImageCapacity(most, cache_tokens, self._looks_ahead)
         self._failed: dict[str, Cancel] = {}
         self._spoiled: dict[int, None] = {}
 
@@ -86,7 +88,7 @@ class SequenceImages:
         except MediaError as error:
             self._fail(row, str(error))
         reach: IntArray | None = None
-        if self._vision.sees_itself:
+        if self._looks_ahead:
             reach = np.arange(len(prompt))
             for own in places:
                 reach[own] = own[-1]
@@ -120,10 +122,10 @@ class SequenceImages:
         """Return whether embeddings or positions of a step differ by images."""
         return bool(self._table.position_shift[rows].any()) or self.in_step(rows, starts)
 
-    def reach(self, rows: IntArray, batch: Rows) -> IntArray | None:
-        """Return `Rows.reach` of a step. `rows`: of the table, in batch order."""
-        if not self._vision.sees_itself:
-            return None
+    def look_ahead(self, rows: IntArray, batch: Rows) -> Rows:
+        """Return a step with its `reach`. `rows`: of the table, in batch order."""
+        if not self._looks_ahead:
+            return batch
         first_token = np.cumsum(batch.num_tokens) - batch.num_tokens
         reach = batch.flat[1].copy()
         for index, row in self._before_images_end(rows, batch.starts):
@@ -131,7 +133,8 @@ class SequenceImages:
             assert own is not None
             part = own[batch.starts[index] : batch.contexts[index]]
             reach[first_token[index] : first_token[index] + len(part)] = part
-        return reach
+        in_windows = self._vision.looks_ahead == "windows"
+        return replace(batch, reach=reach, reach_in_windows=in_windows)
 
     def put_in(self, inputs: StepInputs, rows: IntArray, batch: Rows) -> StepInputs:
         """Return the inputs of a step with its images.

@@ -8,7 +8,7 @@ token is sampled after each; tokens that would have been sampled without drafts 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -372,8 +372,8 @@ class StepRunner:
         images = self.images
         if images is not None and not images.concern(rows, starts):
             images = None
-        if images is not None and (reach := images.reach(rows, batch_rows)) is not None:
-            batch_rows = replace(batch_rows, reach=reach)
+        if images is not None:
+            batch_rows = images.look_ahead(rows, batch_rows)
         row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]
         inputs = self.runner.builder.build(batch_rows, input_ids, logits_index)

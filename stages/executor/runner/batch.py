@@ -26,6 +26,7 @@ class Rows:
         read: Indices, rising, of tokens whose last hidden states are read; None for all.
         reach: `[tokens]`, the last position that each token sees, in its own sequence and within
             its row; None if it is always the token's own.
+        reach_in_windows: Whether only layers with a sliding window have `reach`.
         states: `[rows]`, state slots; None for a model without recurrent state.
         saves: `[saves, 3]`, states to copy: a row, the tokens of it that are in the state, and the
             slot of the copy; None for none.
@@ -37,6 +38,7 @@ class Rows:
     num_decodes: int
     read: IntArray | None = None
     reach: IntArray | None = None
+    reach_in_windows: bool = False
     states: IntArray | None = None
     saves: IntArray | None = None
 
@@ -49,6 +51,10 @@ class Rows:
     def flat(self) -> tuple[IntArray, IntArray]:
         """Row and position in the sequence of each token, `[tokens]` each."""
         return flatten_rows(self.starts, self.num_tokens)
+
+    def reach_of(self, window: int | None) -> IntArray | None:
+        """Return `reach` in layers with a sliding window, or with None."""
+        return None if self.reach_in_windows and window is None else self.reach
 
     def slots(self, block_size: int) -> IntArray:
         """Return the slot mapping, `[tokens]`: each token's place in the KV cache."""

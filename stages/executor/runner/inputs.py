@@ -80,6 +80,8 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
         "attention_batch": inputs.attention,
         "kv_cache": cache,
     }
+    if cache.index_keys and inputs.source is not None:
+        call["step_rows"] = inputs.source[0]
     if (pipeline := inputs.pipeline) is None:
         output: Any
         if inputs.media is None:

@@ -203,13 +203,9 @@ def make_runner(
     reason = "another back end was given"
     if backend is None:
         backend, reason = choose_backend(config, model)
-    off = {"kernels": reason} if reason else {}
+    off = {"kernels": reason} if reason else _take_mixers(model)
     builder = InputBuilder(model, config.block_size, backend)
-    if not reason and model.mixers is not None:
-        why = model.mixers.use_kernels(model.dtypes.activations, model.device)
-        off |= {"mixers": why} if why else {}
-    tiles = FixedTiles()
-    fast, determinism = None, None
+    tiles, fast, determinism = FixedTiles(), None, None
     if not reason:
         fast = FastModules(model, cache, builder, tiles=tiles)
     if why := _why_not_deterministic(config, model, fast, reason):
@@ -246,6 +242,14 @@ def make_runner(
     )
 
 
+def _take_mixers(model: LoadedModel) -> dict[str, str]:
+    """Have mixers with recurrent state use kernels, and return why they don't."""
+    if model.mixers is None:
+        return {}
+    why = model.mixers.use_kernels(model.dtypes.activations, model.device)
+    return {"mixers": why} if why else {}
+
+
 def _compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
     # Imported here: a step needs neither this nor the sharding of small models.
     from .comparison import compare_with_transformers
@@ -279,4 +283,6 @@ def _why_not_deterministic(
         return "it is for CPU"
     if fast is None:
         return reason
-    return "" if fast.is_whole else "kernels take the model in part"
+    # Recurrent states are meant to be exact, also where torch computes a part, in fixed shapes.
+    exact = fast.is_whole or model.mixers is not None
+    return "" if exact else "kernels take the model in part"

@@ -50,6 +50,8 @@ class KVCache(StateMemory):
         index_of: As of LoadedModel.
         specs: The attention layers.
         recurrent: The states of other layers.
+        index_keys: The keys of layers' indexers, `[num_blocks + 1, block_size, width]`, by
+            `layer_idx`.
     """
 
     def __init__(
@@ -89,7 +91,12 @@ class KVCache(StateMemory):
             self.layers[index if spec.source is None else model.index_of[spec.source]]
             for index, spec in enumerate(model.layers)
         ]
-        self.recurrent = self.layers[len(model.layers) :]
+        own = len(model.layers) + len(model.other_states)
+        self.recurrent = self.layers[len(model.layers) : own]
+        self.index_keys = {
+            each.layer: tensors[0]
+            for each, tensors in zip(model.index_keys, self.layers[own:], strict=True)
+        }
         self.keys, self.values = ([pair[which] for pair in attention] for which in (0, -1))
         self._latents = [layer for layer, spec in enumerate(model.layers) if spec.is_latent]
         for layer in self._latents:
@@ -132,9 +139,9 @@ class KVCache(StateMemory):
 
     def moved(self) -> None:
         """Find the tensors' new memory, or the model's, and drop scratch buffers."""
-        for layer in self._latents:
-            values = self.values[layer]
-            values.data = self.keys[layer][..., : values.shape[-1]]
+        for index in self._latents:
+            values = self.values[index]
+            values.data = self.keys[index][..., : values.shape[-1]]
         # Scratch for gathered keys and values, kept between calls: the allocator would map, and the
         # kernel clear, a new tensor of some megabytes for every layer of every step.
         self._gathered = [

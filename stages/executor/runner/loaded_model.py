@@ -16,6 +16,7 @@ from .shards import ShardedWeights
 from .state.kinds import LayerState, StateTensor
 
 if TYPE_CHECKING:
+    from .attention.indexers import IndexKeys
     from .media import MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
@@ -98,6 +99,7 @@ class LoadedModel:
         pipeline: This rank's place among several stages; None if there is one.
         latent_attention: "in use", or why latent attention runs with the keys and values of all
             heads; "" for a model without it.
+        index_keys: Of layers whose indexers choose the tokens that a query sees.
         encoders: Encoders of the media that the model takes, one for each kind.
     """
 
@@ -120,11 +122,12 @@ class LoadedModel:
     pipeline: PipelineRank | None = None
     encoders: tuple[MediaEncoder, ...] = ()
     latent_attention: str = ""
+    index_keys: tuple[IndexKeys, ...] = ()
 
     @property
     def states(self) -> tuple[LayerState, ...]:
         """The state that layers keep of a sequence: attention first, in the order of `layers`."""
-        return (*self.layers, *self.other_states)
+        return (*self.layers, *self.other_states, *self.index_keys)
 
     @cached_property
     def index_of(self) -> dict[int, int]:

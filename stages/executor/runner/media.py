@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 from torch import Tensor
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 SUPPORTED = frozenset(
     (
         "gemma3",
+        "gemma4",
         "glm46v",
         "glm4v",
         "glm4v_moe",
@@ -35,6 +36,10 @@ SUPPORTED = frozenset(
 )
 """Kinds of models whose images are served. In others an image may be more than embeddings in place
 of tokens, positions, and features that the first layers add."""
+
+LookAhead = Literal["nowhere", "windows", "everywhere"]
+"""Layers in which an item's tokens see each other in both directions: none, those with a sliding
+window, or all."""
 
 MediaKey = tuple[str, int]
 """`MediaItem.key`."""
@@ -62,13 +67,13 @@ class MediaEncoder(Protocol):
 
     Attributes:
         kind: As `MediaItem.kind`.
-        sees_itself: Whether an item's tokens see each other in both directions.
+        looks_ahead: Layers in which an item's tokens see each other in both directions.
         num_deep: Layers of the language model that add features of their own to their outputs at an
             item's places (DeepStack).
     """
 
     kind: str
-    sees_itself: bool
+    looks_ahead: LookAhead
     num_deep: int
 
     @property

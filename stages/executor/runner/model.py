@@ -51,7 +51,8 @@ from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
-    from .media import MediaEncoder
+    from .attention.indexers import IndexKeys
+    from .media import LookAhead, MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
 
@@ -184,7 +185,8 @@ def wrap_model(
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
     latents = keep_latents(module, wanted=latent_attention != "off")
     mixers = load_mixers(module)
-    probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
+    index_keys = _take_indexers(module)
+    probe = _probe_layers(module, limit, weight.device, pipeline, mixers, indexed=bool(index_keys))
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     # Of a model that generates, the comparison at load shows whether other layers mix tokens.
     indices = probe.finish(own, others=mixers is not None and generates)
@@ -192,8 +194,7 @@ def wrap_model(
     if image_processor is not None:
         from .vision import VisionModel
 
-        sees_itself = _images_see_themselves(module)
-        encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
+        encoders = (VisionModel(module, image_processor, _look_ahead(module)),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     provide_lengths(module)
     return LoadedModel(
@@ -214,6 +215,7 @@ def wrap_model(
         pipeline=pipeline,
         encoders=encoders,
         latent_attention=latents,
+        index_keys=index_keys,
     )
 
 
@@ -409,6 +411,14 @@ def load_mixers(module: nn.Module) -> Mixers | None:
     return find_mixers(module)
 
 
+def _take_indexers(module: nn.Module) -> tuple[IndexKeys, ...]:
+    if all(getattr(each, "indexer", None) is None for each in module.modules()):
+        return ()
+    from .attention.indexers import take_indexers
+
+    return take_indexers(module)
+
+
 @torch.no_grad()
 def _probe_layers(
     module: Any,
@@ -416,20 +426,17 @@ def _probe_layers(
     device: torch.device,
     pipeline: PipelineRank | None,
     mixers: Mixers | None,
+    *,
+    indexed: bool,
 ) -> LayerProbe:
     name = type(module).__name__
-    probe = LayerProbe(name, max_model_len)
+    probe = LayerProbe(name, max_model_len, indexed=indexed)
     module.set_attn_implementation(_attention_of(module.config, PROBING))
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
     call["logits_to_keep"] = positions[0]
-    if any(getattr(each, "indexer", None) is not None for each in module.modules()):
-        raise ModelError(
-            f"{name} can't be served: an indexer chooses the tokens that its layers see; choose "
-            "another model"
-        )
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():
@@ -451,25 +458,29 @@ def _probe_layers(
 
 
 @torch.no_grad()
-def _images_see_themselves(module: Any) -> bool:
-    """Return whether the tokens of an image attend to each other in both directions.
+def _look_ahead(module: Any) -> LookAhead:
+    """Return the layers in which the tokens of an image attend to each other in both directions.
 
     Raises:
         ModelError: Its masks over images are of another kind.
     """
-    if "token_type_ids" not in inspect.signature(module.forward).parameters:
-        return False
+    takes = inspect.signature(module.forward).parameters
+    marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
+    # Marks of tokens are for positions in models that have such.
+    if not marks or hasattr(module.base_model, "get_rope_index"):
+        return "nowhere"
     name = type(module).__name__
     kinds = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0]], device=module.device)
     probe = ImageProbe(name, kinds[0].cpu())
-    call = {"token_type_ids": kinds, "use_cache": False, "layer_probe": probe}
+    call = {marks[0]: kinds, "use_cache": False, "layer_probe": probe}
+    call["logits_to_keep"] = torch.arange(kinds.shape[1], device=module.device)
     try:
         module(input_ids=torch.zeros_like(kinds), **call)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
-    return True
+    return probe.look_ahead()
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,9 @@ _MOST_LAYERS = 6
 layers.
 """
 
-_SPANS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale")
+_SPANS = (
+    *("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale", "index_topk"),
+)
 """Names of widths in tokens: of windows, chunks, and steps of a temperature by position."""
 
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers")
@@ -60,6 +62,9 @@ def small_config(
     for name in _SPANS:
         if isinstance(tokens := getattr(text, name, None), int) and tokens:
             setattr(text, name, min(tokens, _WINDOW))
+    if getattr(text, "index_n_heads", None):
+        # Sums over fewer heads are often equal, and of these any may be chosen.
+        text.index_n_heads = max(text.index_n_heads, 32)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("llama_4_scaling_beta"):
         text.rope_parameters = rope | {"original_max_position_embeddings": _WINDOW}

@@ -18,7 +18,7 @@ from ....bus.media import MediaItem
 from ....config import ModelError
 from ....store.images import StoredImage
 from .deepstack import accept_deep_features, deep_features, num_deep_layers
-from .media import MediaError, Positions
+from .media import LookAhead, MediaError, Positions
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -50,13 +50,13 @@ class VisionModel:
 
     kind = "image"
 
-    def __init__(self, module: Any, processor: Any, *, sees_itself: bool) -> None:
+    def __init__(self, module: Any, processor: Any, looks_ahead: LookAhead) -> None:
         """Take the parts of a model in SUPPORTED.
 
         Args:
             module: The model; its vision part runs with Transformers' own attention.
             processor: Its image processor.
-            sees_itself: As in MediaEncoder.
+            looks_ahead: As in MediaEncoder.
 
         Raises:
             ModelError: Its placeholder is no token, or it has features of images that are not
@@ -69,12 +69,15 @@ class VisionModel:
                 f"the image token {token_id} of {type(module).__name__} is beyond its {rows} "
                 "embeddings; resize them with resize_token_embeddings()"
             )
-        self.sees_itself = sees_itself
+        self.looks_ahead = looks_ahead
         self.num_deep = num_deep_layers(module)
         if self.num_deep:
             accept_deep_features(module)
         self._module, self._base = module, module.base_model
         self._processor = processor
+        # Layers may have embeddings of their own, of an image's tokens those of padding.
+        decoder = module.get_decoder()
+        self._decoder = decoder if hasattr(decoder, "get_per_layer_inputs") else None
         self._takes = inspect.signature(self._base.get_image_features).parameters
 
     @property
@@ -90,9 +93,13 @@ class VisionModel:
 
     def arguments(self, input_ids: Tensor, places: Tensor, rows: Tensor) -> dict[str, Any]:
         """Return the arguments of the model's forward call, as MediaEncoder says."""
+        if self._decoder is not None:
+            input_ids = self._padded(input_ids)
         hidden = self._module.get_input_embeddings()(input_ids)
         rows = rows.to(hidden.dtype)
         found: dict[str, Any] = {"inputs_embeds": hidden.index_copy(1, places, rows[:1])}
+        if self._decoder is not None and self._decoder.hidden_size_per_layer_input:
+            found["per_layer_inputs"] = self._decoder.get_per_layer_inputs(input_ids)
         if self.num_deep:
             found["deep_features"] = deep_features(input_ids, places, rows[1:])
         return found
@@ -135,6 +142,14 @@ class VisionModel:
         except (StopIteration, *_REFUSALS) as error:
             raise MediaError(f"the images don't fit their placeholders: {error!s:.200}") from error
         return Positions(rows[:, 0].numpy(), int(shift))
+
+    def _padded(self, input_ids: Tensor) -> Tensor:
+        """Return token ids with padding in place of media, as the model embeds them."""
+        config = self._module.config
+        ids = (config.image_token_id, config.video_token_id, config.audio_token_id)
+        marks = torch.tensor([each for each in ids if each is not None], device=input_ids.device)
+        padding = config.get_text_config().pad_token_id
+        return input_ids.masked_fill(torch.isin(input_ids, marks), padding)
 
     def _inputs(self, image: StoredImage) -> dict[str, Tensor]:
         """Return the arguments for the vision tower, on its device."""

@@ -13,6 +13,7 @@ from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.stages.batching import Allocation, KVCacheManager
 from nano_inference.stages.batching.paged import PagedKVCache
 from nano_inference.stages.batching.parts.kv_events import KVEventLog, KVEvents, wire_hash
+from nano_inference.stages.batching.parts.snapshots.part import RecurrentStates
 from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
 from nano_inference.stages.batching.radix import RadixKVCache
@@ -70,6 +71,14 @@ def check_router(cache: KVCacheManager, router: Router) -> None:
         assert router.where.get("DISK", set()) <= on_disk
         if not cache.weight_version:
             assert router.where.get("DISK", set()) == on_disk
+        if cache.below.states is not None:
+            states = cache.below.states.units
+            on_host = set() if off else {wire_hash(name) for name in states._slot_of}
+            assert router.where.get("CPU 1", set()) == on_host
+    if isinstance(cache.states, RecurrentStates):
+        snapshots = cache.states.snapshots
+        found = {wire_hash(name) for name in (*snapshots._kept, *snapshots._owned)}
+        assert router.where.get("GPU 1", set()) == found
 
 
 def on_device(cache: KVCacheManager) -> set[bytes | int]:

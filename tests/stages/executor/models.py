@@ -89,9 +89,150 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
+    "deepseek_v32": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "index_topk": 8,
+        "index_n_heads": 32,
+        "index_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        **_MOE,
+    },
 }
 
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    **_MOE,
+}
+
+LATENT: dict[str, dict[str, Any]] = {
+    # Widths of which no vector is full.
+    "deepseek_v2": {**_LATENT, "qk_nope_head_dim": 12, "v_head_dim": 20, "q_lora_rank": None},
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": {**_LATENT, "v_head_dim": 32},
+    "minicpm3": {**_LATENT, "qk_rope_head_dim": 8},
+    "longcat_flash": {**_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 2},
+}
+"""Models with multi-head latent attention."""
+
 ARCHITECTURES = tuple(OVERRIDES)
+
+_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+_CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+_DELTA = {
+    "layer_types": _LINEAR,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, **_MOE}
+_NARROW_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_KIMI = {"layer_types": _LINEAR, "linear_num_heads": 2, "linear_head_dim": 12, **_NARROW_LATENT}
+_MAMBA_2 = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+_ZAMBA = {"num_hidden_layers": 5, "attention_head_dim": 24, "attention_hidden_size": 96}
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": _CONV,
+    "lfm2_moe": {**_CONV, "num_dense_layers": 1, **_EXPERTS},
+    "lfm3": {},
+    "qwen3_next": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    "kimi_linear": {**_KIMI, "num_local_experts": 4, "moe_intermediate_size": 32, **_MOE},
+    "bailing_hybrid": {**_KIMI, **_EXPERTS, "n_group": 1, "topk_group": 1},
+    "bamba": {**_MAMBA_2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA_2,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 32,
+        **_MOE,
+    },
+    "falcon_h1": {**_MAMBA_2, "mamba_d_ssm": 96},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        **_MOE,
+    },
+    "zamba2": {
+        **_ZAMBA,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 6,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 2,
+        "chunk_size": 16,
+        "num_mem_blocks": 1,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+    },
+    "mamba2": {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+    "jamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "zamba": {
+        **_ZAMBA,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+    },
+    "minimax": {"layer_types": _LINEAR, "num_local_experts": 4, "block_size": 16, **_MOE},
+}
+"""Models with recurrent state."""
 
 _ENCODER_DECODER = "is an encoder-decoder model"
 _NOT_CAUSAL = "is not a causal language model"
@@ -133,7 +274,8 @@ def load(folder: Path, **settings: Any) -> Any:
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of a small model; `name` is a key of OVERRIDES, or a kind of model."""
     kind = name.removesuffix("_window")
-    return CONFIG_MAPPING[kind](**{**_COMMON, **OVERRIDES.get(name, {}), **changes})
+    own = {**OVERRIDES, **RECURRENT, **LATENT}.get(name, {})
+    return CONFIG_MAPPING[kind](**{**_COMMON, **own, **changes})
 
 
 def make_model(name: str, *, seed: int = 0, **changes: Any) -> Any:

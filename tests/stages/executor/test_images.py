@@ -12,8 +12,9 @@ from .vision import Completion, ImagePrompt, World, id_of, image_lane, stored, w
 from .vision_models import ARCHITECTURES
 
 NEW_TOKENS = 6
-CHUNKS = {"gemma3": 18}
-"""Most tokens of a step, where an image of 16 has to be computed as a whole."""
+CHUNKS = {"gemma3": 18, "gemma4": 75, "gemma4-causal": 40, "llava_next": 40}
+"""Most tokens of a step, where an image of 16 or 70 has to be computed as a whole, or images have
+many tokens."""
 
 CUT = [
     name if name in ("gemma3", "qwen2_vl", "qwen3_vl") else in_soak(name) for name in ARCHITECTURES
@@ -61,7 +62,7 @@ def test_tokens_equal_generate_when_preempted(name: str) -> None:
     }
     lane = image_lane(world, block_size=4, preempt_every=3, flush_every=2, **settings)
     assert lane.run(prompts, NEW_TOKENS) == completions
-    assert lane.preempted > 2
+    assert lane.preempted > 1
     assert lane.flushed
 
 

@@ -122,7 +122,8 @@ class World:
             )
         )
         patches = inputs.pop("num_patches", None)
-        inputs.pop("num_crops", None)
+        for unused in ("num_crops", "num_soft_tokens_per_image"):
+            inputs.pop(unused, None)
         counts = self._counts(inputs, images, patches)
         token_ids: list[int] = []
         media: list[MediaItem] = []

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -65,6 +66,21 @@ _QWEN3_VISION = {
     "intermediate_size": 24,
     "num_position_embeddings": 16,
 }
+_GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 7,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_VISION = {
+    **_VISION,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+}
+_NO_AUDIO = {"audio_config": None, "audio_token_id": 129, "video_token_id": 130}
 _GLM_VISION = {
     **_QWEN_VISION,
     "hidden_size": 32,
@@ -167,6 +183,22 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         },
         "mm_tokens_per_image": 16,
     },
+    "gemma4": {
+        "text_config": {**_TEXT, **_GEMMA4, "use_bidirectional_attention": "vision"},
+        "vision_config": _GEMMA4_VISION,
+        **_NO_AUDIO,
+    },
+    "gemma4-causal": {
+        "text_config": {
+            **_TEXT,
+            **_GEMMA4,
+            "num_kv_shared_layers": 1,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+        },
+        "vision_config": _GEMMA4_VISION,
+        **_NO_AUDIO,
+    },
     "smolvlm": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": _VISION,
@@ -205,6 +237,9 @@ _PROCESSORS: dict[str, Any] = {
     ),
     "mistral3": lambda: PixtralImageProcessorPil(size={"longest_edge": 24}, patch_size=8),
     "gemma3": lambda: Gemma3ImageProcessorPil(size=_SQUARE),
+    "gemma4": lambda: Gemma4ImageProcessorPil(
+        patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+    ),
     "smolvlm": lambda: SmolVLMImageProcessorPil(
         size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
     ),
@@ -214,6 +249,7 @@ _PROCESSORS: dict[str, Any] = {
     "internvl": lambda: GotOcr2ImageProcessorPil(size=_SQUARE, min_patches=1, max_patches=4),
 }
 _PROCESSORS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PROCESSORS["qwen2_vl"])
+_PROCESSORS["gemma4-causal"] = _PROCESSORS["gemma4"]
 _PROCESSORS["glm4v_moe"] = _PROCESSORS["glm4v"]
 
 
@@ -250,7 +286,7 @@ def make_vision_model(
         first = pairs // 4
         second = (pairs - first) // 2
         rope["mrope_section"] = [first, second, pairs - first - second]
-    config = CONFIG_MAPPING[name](**settings, **{token: placeholder})
+    config = CONFIG_MAPPING[name.partition("-")[0]](**settings, **{token: placeholder})
     model = AutoModelForImageTextToText.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .....bus.control import ReplicaCapacity
+from .....bus.kv_events import DEVICE
 from .....bus.parts.states import StateCapacity, StatePlan, StateSave, StateStart
 from .....bus.sections import Sections
 from .....bus.steps import StepSummary
@@ -69,7 +70,7 @@ class RecurrentStates(Part, States):
         super().__init__(core, config, capacity)
         own = StateCapacity.find(capacity.parts)
         assert own is not None
-        self.snapshots = Snapshots(own.num_snapshots, self._evicted)
+        self.snapshots = Snapshots(own.num_snapshots, self)
         self._cache = core.cache
         self._every = config.state_snapshot_blocks
         self._most_held = int(config.kv_session_share * own.num_snapshots)
@@ -79,9 +80,9 @@ class RecurrentStates(Part, States):
         self._own: dict[int, bytes] = {}
         self._in_flight: dict[int, list[Save]] = {}  # by step
         self._held: dict[Allocation, bytes] = {}
-        # Of sequences that start with the next plan: snapshots on the device, or below it.
-        self._starting: dict[Allocation, bytes] = {}
-        self._to_load: dict[Allocation, bytes] = {}
+        # Those with which sequences are about to start: they keep their numbers until the next plan
+        # is made, whose loads come before its sequences.
+        self._reserved: list[bytes] = []
         # Snapshots that plans in flight load, and the step; 0 before it is known.
         self._loads: dict[bytes, int] = {}
         self._audit: StateSave | None = None
@@ -97,29 +98,27 @@ class RecurrentStates(Part, States):
         while num_blocks and names[num_blocks - 1] not in self.snapshots:
             num_blocks -= 1
         below = self._cache.below
-        if below.exists and (allocation in self._to_load or self._can_load()):
+        if below.exists and num_blocks < allocation.num_found and self.snapshots.num_takable:
             return below.reach(names, num_blocks)
         return num_blocks
 
     def follows(self, allocation: Allocation, num_blocks: int) -> bool:
+        if self._reserved and not self.snapshots.num_takable:
+            names = self._cache.names_of(allocation, allocation.num_found)
+            if self._cache.below.reach(names, num_blocks) > num_blocks:
+                return True  # the next plan has numbers again
         saves = self.snapshots.number > 0
         follows = self._prefills.follows(allocation, num_blocks, saves=saves)
         if num_blocks and not follows and self._cache.below.exists:
-            self._reserve(allocation, allocation.names[num_blocks - 1])
+            self._reserve(allocation, num_blocks)
         return follows
 
     def sections(self, allocation: Allocation, num_cached: int) -> Sections:
         if not num_cached:
             return ()
-        name = self._name(allocation, num_cached)
-        if name not in self.snapshots:
-            num_blocks = num_cached // self._cache.block_size
-            take = partial(self._take_for, allocation, name)
-            self._cache.below.load_state(allocation, num_blocks, take)
-        number = self.snapshots.use(name)
         if self._cache.below.exists:
-            self._reserve(allocation, name)
-        return (StateStart(number),)
+            self._reserve(allocation, num_cached // self._cache.block_size)
+        return (StateStart(self.snapshots.use(self._name(allocation, num_cached))),)
 
     def hold(self, allocation: Allocation) -> None:
         num_tokens = len(allocation.block_ids) * self._cache.block_size
@@ -130,6 +129,13 @@ class RecurrentStates(Part, States):
     def release(self, allocation: Allocation) -> None:
         if (name := self._held.pop(allocation, None)) is not None:
             self.snapshots.release(name)
+
+    def demote(self, allocation: Allocation, *, stores: bool) -> None:
+        name = self._name(allocation, len(allocation.block_ids) * self._cache.block_size)
+        if (number := self.snapshots.number_of(name)) >= 0:
+            if stores:
+                self._cache.below.store_state(name, number)
+            self.snapshots.demote(name)
 
     def evicted(self, block_id: int, name: bytes) -> None:
         if not self._cache.below.exists:  # it is of no use without its block
@@ -152,6 +158,20 @@ class RecurrentStates(Part, States):
         saves = (save for saves in self._in_flight.values() for save in saves)
         numbers = [save.number for save in saves]
         self.snapshots.check(numbers if self._audit is None else [*numbers, self._audit.snapshot])
+
+    def made(self, name: bytes) -> None:
+        """A snapshot can be found; see `SnapshotFollower`."""
+        if self.log is not None:
+            self.log.store_below(DEVICE, name)
+
+    def given_out(self, name: bytes, number: int) -> None:
+        """A snapshot's number is about to be given out again."""
+        self._cache.below.store_state(name, number)
+
+    def dropped(self, name: bytes) -> None:
+        """A snapshot can't be found any more."""
+        if self.log is not None:
+            self.log.remove_below(DEVICE, name)
 
     def number_of(self, name: bytes) -> int:
         return self.snapshots.number_of(name)
@@ -300,32 +320,19 @@ class RecurrentStates(Part, States):
         self._loads[name] = 0
         return number
 
-    def _evicted(self, name: bytes, number: int) -> None:
-        self._cache.below.store_state(name, number)
-
-    def _can_load(self) -> bool:
-        """Whether there are numbers for one more snapshot than sequences are about to load."""
-        return self.snapshots.num_takable > len(self._to_load)
-
-    def _reserve(self, allocation: Allocation, name: bytes) -> None:
-        """Keep the snapshot with which a sequence starts until the next plan is made."""
-        self._end_reservation(allocation)
-        if name in self.snapshots:
-            self._starting[allocation] = name
-            self.snapshots.hold(name)
-        else:
-            self._to_load[allocation] = name
-            self._cache.below.pin_state(name)
-
-    def _end_reservation(self, allocation: Allocation) -> None:
-        if (name := self._starting.pop(allocation, None)) is not None:
-            self.snapshots.release(name)
-        elif (name := self._to_load.pop(allocation, None)) is not None:
-            self._cache.below.unpin_state(name)
+    def _reserve(self, allocation: Allocation, num_blocks: int) -> None:
+        """Load the snapshot with which an allocation is about to start, if it is not here, and keep
+        it until the next plan is made."""
+        name = allocation.names[num_blocks - 1]
+        if name not in self.snapshots:
+            self._cache.below.load_state(name, partial(self._take_for, allocation, name))
+        self._reserved.append(name)
+        self.snapshots.hold(name)
 
     def _end_reservations(self) -> None:
-        for allocation in [*self._starting, *self._to_load]:
-            self._end_reservation(allocation)
+        for name in self._reserved:
+            self.snapshots.release(name)
+        self._reserved.clear()
 
     def _save_prompt(self, seq: Sequence, saves: list[Save]) -> None:
         """Save the state at the points of a prompt that a plan passes."""

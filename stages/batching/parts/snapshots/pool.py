@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 OWNED_SHARE = 2
 """At most one in so many snapshots belongs to a running sequence, or is being made for one."""
@@ -25,6 +26,14 @@ class Snapshot:
     owner: int = -1
 
 
+class SnapshotFollower(Protocol):
+    """Informed of the snapshots that can be found."""
+
+    def made(self, name: bytes) -> None: ...
+    def given_out(self, name: bytes, number: int) -> None: ...
+    def dropped(self, name: bytes) -> None: ...
+
+
 class Snapshots:
     """Snapshots by the names of the blocks at whose ends they were taken.
 
@@ -36,10 +45,10 @@ class Snapshots:
         number: Their number.
     """
 
-    def __init__(self, number: int, evicted: Callable[[bytes, int], None]) -> None:
-        """Args: their number; called with a name and its number before this is given out again."""
+    def __init__(self, number: int, follower: SnapshotFollower) -> None:
+        """Args: their number, and what is informed of each."""
         self.number = number
-        self._evicted = evicted
+        self._follower = follower
         # In order of eviction.
         self._kept: OrderedDict[bytes, Snapshot] = OrderedDict()
         self._owned: OrderedDict[bytes, Snapshot] = OrderedDict()
@@ -83,6 +92,11 @@ class Snapshots:
         self._kept.move_to_end(name)
         return snapshot.number
 
+    def demote(self, name: bytes) -> None:
+        """Let a snapshot be given out again next, unless a running sequence owns it."""
+        if name in self._kept:
+            self._kept.move_to_end(name, last=False)
+
     def take(self, *, for_owner: bool = False) -> int | None:
         """Return a number for a plan; None if there is none. `for_owner`: of their share."""
         if for_owner:
@@ -94,7 +108,7 @@ class Snapshots:
             victim = next((name for name in names if name not in self._held), None)
             if victim is None:
                 return None
-            self._evicted(victim, self.number_of(victim))
+            self._follower.given_out(victim, self.number_of(victim))
             self.drop(victim)
         number = self._free.pop()
         self._in_flight[number] = for_owner
@@ -111,6 +125,7 @@ class Snapshots:
             return False
         del self._in_flight[number]
         (self._kept if owner < 0 else self._owned)[name] = Snapshot(number, adapter, owner)
+        self._follower.made(name)
         return True
 
     def give_back(self, number: int) -> None:
@@ -123,6 +138,7 @@ class Snapshots:
         snapshot = self._kept.pop(name, None) or self._owned.pop(name, None)
         if snapshot is not None:
             self._free.append(snapshot.number)
+            self._follower.dropped(name)
 
     def is_owned(self, name: bytes, owner: int) -> bool:
         """Whether a snapshot is there, and has this owner."""
@@ -147,6 +163,8 @@ class Snapshots:
 
     def clear(self) -> None:
         """Free all numbers, those in flight included."""
+        for name in (*self._kept, *self._owned):
+            self._follower.dropped(name)
         self._kept.clear()
         self._owned.clear()
         self._in_flight.clear()

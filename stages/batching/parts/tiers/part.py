@@ -101,7 +101,7 @@ class Tiers(Part, Below):
     def forgotten(self) -> None:
         self._unsaved.clear()
         if self.states is not None:
-            self.states.forget_unsaved()
+            self.states.forgotten()
 
     def flushed(self, *, new_weights: bool) -> None:
         for each in self._units:
@@ -130,6 +130,8 @@ class Tiers(Part, Below):
         allocation.num_fetched, allocation.num_loaded = 0, len(names)
         allocation.remote, allocation.remote_states = {}, {}
         allocation.fetched_states = NO_NAMES
+        if self.states is not None and (end := first + len(names)):
+            self.states.started(allocation, end)
 
     def fetch(self, allocation: Allocation, *, ahead: bool = False) -> bool:
         if not allocation.may_reuse:
@@ -172,17 +174,9 @@ class Tiers(Part, Below):
     def reach(self, names: Sequence[bytes], num_blocks: int) -> int:
         return num_blocks if self.states is None else self.states.reach(names, num_blocks)
 
-    def pin_state(self, name: bytes) -> None:
-        if self.states is not None:
-            self.states.units.pin([name])
-
-    def unpin_state(self, name: bytes) -> None:
-        if self.states is not None:
-            self.states.units.unpin([name])
-
-    def load_state(self, allocation: Allocation, num_blocks: int, take: Callable[[], int]) -> None:
+    def load_state(self, name: bytes, take: Callable[[], int]) -> None:
         assert self.states is not None
-        self.states.load(allocation, num_blocks, take)
+        self.states.load(name, take)
 
     def store_state(self, name: bytes, number: int) -> None:
         if self.states is not None:

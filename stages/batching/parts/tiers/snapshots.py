@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from .....bus.control import TierCapacity
@@ -9,7 +10,7 @@ from .....bus.messages import RemoteBlocks
 from .....bus.steps import KVMove
 from ...allocation import Allocation
 from ...cache import KVCacheManager
-from .tiers import KVTiers, LoadedBlock, RemoteBlock
+from .tiers import MOST_CHOSEN, KVTiers, LoadedBlock, RemoteBlock
 
 
 class SnapshotTiers:
@@ -29,12 +30,16 @@ class SnapshotTiers:
         audit_every: int,
     ) -> None:
         """Args: the cache; the tiers of its blocks; those of snapshots; the rest as of KVTiers."""
-        self.units = KVTiers(capacity, cache.block_size, policy, audit_every, state=True)
+        self.units = KVTiers(
+            capacity, cache.block_size, policy, audit_every, cache.states.log, state=True
+        )
         self.units.chosen = blocks.chosen
         self._cache = cache
         self._computing_ns = capacity.token_ns * cache.block_size
         # Numbers of snapshots that a later start could find on disk, and that may not be there.
         self._unsaved: dict[int, None] = {}
+        # Names of loaded snapshots that are to be audited with the next start from them.
+        self._chosen: deque[bytes] = deque(maxlen=MOST_CHOSEN)
 
     @property
     def has_unsaved(self) -> bool:
@@ -78,31 +83,33 @@ class SnapshotTiers:
                     return end, True
         return known, False
 
-    def load(self, allocation: Allocation, num_blocks: int, take: Callable[[], int]) -> None:
-        """Load the snapshot at the end of so many blocks of an allocation, which has them.
-
-        Args:
-            allocation: The allocation.
-            num_blocks: As returned by `reach`.
-            take: Returns the number of the device's snapshot to load it to, which may be stored
-                before.
-        """
-        name = allocation.names[num_blocks - 1]
+    def load(self, name: bytes, take: Callable[[], int]) -> None:
+        """Load a snapshot; see `Below.load_state`."""
         with self.units.pinned([name]):
             number = take()
         if self.units.load(name, number):
+            self._chosen.append(name)
+
+    def started(self, allocation: Allocation, num_blocks: int) -> None:
+        """Have the snapshot audited with which an allocation starts, if it is chosen."""
+        name = allocation.names[num_blocks - 1]
+        number = self._cache.states.number_of(name)
+        if name in self._chosen and number >= 0:
+            self._chosen.remove(name)
             before = allocation.token_ids[: num_blocks * self._cache.block_size]
             block_id = allocation.block_ids[num_blocks - 1]
-            self.units.chosen.append(LoadedBlock(name, block_id, before, allocation.scope, number))
+            block = LoadedBlock(name, block_id, before, allocation.scope, number)
+            self.units.chosen.append(block)
 
     def made(self, number: int, allocation: Allocation) -> None:
         """Take note of a new snapshot on the device."""
         if self.units.survives(self._cache.weight_version, allocation.scope):
             self._unsaved[number] = None
 
-    def forget_unsaved(self) -> None:
+    def forgotten(self) -> None:
         """Take note that the device has no snapshot any more."""
         self._unsaved.clear()
+        self._chosen.clear()
 
     def save_next(self) -> None:
         """Save one snapshot of the device to disk."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -20,6 +20,7 @@ from .....bus.kv_events import DISK, HOST, Medium
 from .....bus.messages import CacheScope, RemoteBlocks
 from .....bus.parts.tiers import moves_of
 from .....bus.steps import KVMove, MoveKind, StepPlan
+from ...allocation import UnitLog
 from .eviction import POLICIES
 
 FETCH_SHARE = 2
@@ -61,14 +62,6 @@ class RemoteBlock(NamedTuple):
 
 
 NOT_REMOTE: Mapping[bytes, RemoteBlock] = {}
-
-
-class TierLog(Protocol):
-    """A log of the blocks that can be found in a tier; see `KVEventLog`."""
-
-    def store_below(self, medium: Medium, name: bytes) -> None: ...
-    def remove_below(self, medium: Medium, name: bytes) -> None: ...
-    def lose(self, medium: Medium) -> None: ...
 
 
 class Offer(NamedTuple):
@@ -126,7 +119,7 @@ class KVTiers:
 
     Attributes:
         capacity: The executor's tiers.
-        chosen: Loaded blocks to be audited.
+        chosen: Loaded blocks to be audited. Those of both instances are in one.
         difference: The first audited block that differed; None if all were equal.
     """
 
@@ -136,7 +129,7 @@ class KVTiers:
         block_size: int,
         policy: str,
         audit_every: int = 0,
-        events: TierLog | None = None,
+        events: UnitLog | None = None,
         *,
         state: bool = False,
     ) -> None:
@@ -259,28 +252,17 @@ class KVTiers:
         """Take note that a chosen block is audited."""
         self._audits_due -= 1
         if not self._audits_due:
-            self.chosen.clear()
+            for block in [each for each in self.chosen if (each.snapshot >= 0) == self._state]:
+                self.chosen.remove(block)
 
     @contextmanager
     def pinned(self, names: Sequence[bytes]) -> Iterator[None]:
         """Keep these blocks in their slots."""
-        self.pin(names)
+        self._pin(names)
         try:
             yield
         finally:
-            self.unpin(names)
-
-    def pin(self, names: Iterable[bytes]) -> None:
-        """Keep these blocks in their slots, until `unpin`."""
-        self._pinned.update(names)
-
-    def unpin(self, names: Iterable[bytes]) -> None:
-        """End one `pin` of each of these blocks."""
-        for name in names:
-            if self._pinned[name] > 1:
-                self._pinned[name] -= 1
-            else:
-                del self._pinned[name]
+            self._unpin(names)
 
     def fetch(
         self,
@@ -349,7 +331,7 @@ class KVTiers:
                     self._fill(name, slot)
                 moves.append(self._move("offer", name, slot, block_id))
         offered = tuple(move.name for move in moves)
-        self.pin(offered)
+        self._pin(offered)
         self._offers.pop(seq_id, None)  # offers are in order of their ends
         self._offers[seq_id] = Offer(before + offered, now_ns + int(OFFER_S * 1e9))
         self._counts.offered += len(offered)
@@ -358,7 +340,7 @@ class KVTiers:
     def release_offer(self, seq_id: int) -> None:
         """End an offer, if it has not ended."""
         if (offer := self._offers.pop(seq_id, None)) is not None:
-            self.unpin(offer.names)
+            self._unpin(offer.names)
 
     def end_offers(self, now_ns: int) -> None:
         """End offers that have lasted for `OFFER_S`."""
@@ -542,6 +524,16 @@ class KVTiers:
 
     def _is_near(self, name: bytes) -> bool:
         return name in self._slot_of or name in self._fetching
+
+    def _pin(self, names: Iterable[bytes]) -> None:
+        self._pinned.update(names)
+
+    def _unpin(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            if self._pinned[name] > 1:
+                self._pinned[name] -= 1
+            else:
+                del self._pinned[name]
 
     def _fetch(self, name: bytes, slot: int, remote: RemoteBlock | None) -> KVMove:
         """Return the move that fetches a block from another executor, or else from disk."""

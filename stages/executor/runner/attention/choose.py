@@ -94,7 +94,7 @@ def _paged(config: EngineConfig, model: LoadedModel) -> PagedBackend | None:
         )
     cpu.library(model.dtypes.weights)
     cpu.sampling_library()
-    if any(encoder.sees_itself for encoder in model.encoders):
+    if any(encoder.looks_ahead != "nowhere" for encoder in model.encoders):
         return None  # the kernel's tokens see none after them
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
     if handled and config.attention in ("auto", "paged"):

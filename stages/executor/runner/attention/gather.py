@@ -44,11 +44,12 @@ def layer_kinds(model: LoadedModel) -> tuple[LayerKind, ...]:
 def for_each_kind(
     kinds: Iterable[LayerKind], rows: Rows, make: Callable[[Span, int], _T]
 ) -> dict[LayerKind, _T]:
-    """Return `make(span, KV heads)` for all kinds; a span longer than all rows sees all."""
+    """Return `make(span, KV heads)` for all kinds; a span longer than all rows sees all, unless
+    windows differ in more."""
     longest = int(rows.contexts.max(initial=1))
     made: dict[LayerKind, _T] = {}
     for span, heads in kinds:
-        effective = span if span.first(longest - 1) else Span()
+        effective = span if span.first(longest - 1) or rows.reach_in_windows else Span()
         if (effective, heads) not in made:
             made[effective, heads] = make(effective, heads)
         made[span, heads] = made[effective, heads]
@@ -102,9 +103,10 @@ def prefill_rows(
             blocks = tables[row].index_select(0, positions // block_size)
             cache_rows = (blocks * block_size + positions % block_size) * heads
             index = (cache_rows + torch.arange(heads, device=device)[:, None]).view(-1)
-        reach = None if rows.reach is None else rows.reach[token : token + count]
-        if reach is not None and (reach == np.arange(start, start + count)).all():
-            reach = None
+        if (reach := rows.reach_of(span.window)) is not None:
+            reach = reach[token : token + count]
+            if (reach == np.arange(start, start + count)).all():
+                reach = None
         if start or span.first(count - 1) or reach is not None:
             mask = visible(start, count, low, span, device, reach)
         yield PrefillRow(token, token + count, index, mask)

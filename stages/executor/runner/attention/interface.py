@@ -12,8 +12,9 @@ honour is refused there, before any request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import torch
@@ -24,9 +25,13 @@ from .....config import ModelError
 from ..attention_options import AttentionOptions, Span
 from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
+from ..media import LookAhead
 from .backend import QKV, AttentionBackend
 from .carried import KeywordsLost
 from .latent import PREFIX, latent_of
+
+if TYPE_CHECKING:
+    from .indexers import IndexedStep
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
 """Transformers' names of the fields of AttentionOptions."""
@@ -82,9 +87,19 @@ class MaskProbe(msgspec.Struct, frozen=True):
         return bool(torch.equal(allowed, (keys <= queries) & (keys >= span.first(queries))))
 
 
-def probe_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> MaskProbe:
+class IndexerMask(MaskProbe, frozen=True):
+    """The rule of a mask that an indexer gets without its dimension of heads."""
+
+    def __getitem__(self, index: object) -> IndexerMask:  # type: ignore[override]
+        return self
+
+
+def probe_mask(
+    *, mask_function: Any, local_size: int | None = None, config: Any = None, **_: Any
+) -> MaskProbe:
     """Return the rule of the mask that the model wants, for the probe to check."""
-    return MaskProbe(mask_function, local_size)
+    kind = MaskProbe if getattr(config, "index_topk", None) is None else IndexerMask
+    return kind(mask_function, local_size)
 
 
 def probe_layer(
@@ -111,7 +126,8 @@ def probe_layer(
 class LayerProbe:
     """Collects the layers and their options, by number, in the probing pass."""
 
-    def __init__(self, architecture: str, max_position: int) -> None:
+    def __init__(self, architecture: str, max_position: int, *, indexed: bool = False) -> None:
+        self._indexed = indexed
         self.layers: dict[int, LayerSpec] = {}
         self.options: dict[int, AttentionOptions] = {}
         self._kv: dict[int, tuple[Tensor, Tensor]] = {}
@@ -139,7 +155,9 @@ class LayerProbe:
             self._refuse("its query heads don't divide evenly among its KV heads")
         if call.get("is_causal") is False:
             self._refuse(f"layer {index} looks ahead")
-        known = _IGNORED.union(_CALL, ("is_causal",))
+        known = _IGNORED.union(_CALL, ("is_causal",), ("indices",) if self._indexed else ())
+        if self._indexed and call.get("indices") is not None and options.span != Span():
+            self._refuse(f"layer {index} chooses tokens within a window")
         if unknown := [name for name in call.keys() - known if call[name] is not None]:
             self._refuse(
                 f"layer {index} computes attention by `{min(unknown)}`, which is not known here"
@@ -182,7 +200,8 @@ class LayerProbe:
 
 
 class ImageProbe(LayerProbe):
-    """Checks, in a pass over text and images, that the tokens of an image see all of that image."""
+    """Finds, in a pass over text and images, the layers in which the tokens of an image see all of
+    that image."""
 
     def __init__(self, architecture: str, kinds: Tensor) -> None:
         """`kinds`: `[tokens]`, 1 for an image's token, 0 for text between images."""
@@ -191,20 +210,42 @@ class ImageProbe(LayerProbe):
         following = torch.where(kinds == 0, places, len(kinds))
         # The last token before the next one of text, of which there is one at the end.
         ends = following.flip(0).cummin(0).values.flip(0) - 1
-        self._reach = torch.where(kinds == 1, ends, places)
+        self._reaches = places, torch.where(kinds == 1, ends, places)
+        self._found: dict[bool, set[bool]] = {False: set(), True: set()}
 
     def record(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
     ) -> Tensor:
-        window = _options_of(query, call).window or len(self._reach)
-        places = torch.arange(len(self._reach))
-        seen = (places <= self._reach[:, None]) & (places > places[:, None] - window)
+        window = _options_of(query, call).window
+        places, _ = self._reaches
+        low = places[:, None] - (window or len(places))
         zero = torch.zeros((), dtype=torch.long)
-        if not isinstance(mask, MaskProbe) or not torch.equal(
-            mask.mask_function(zero, zero, places[:, None], places).cpu(), seen
-        ):
+        fits = [False, False]
+        if isinstance(mask, MaskProbe):
+            seen = mask.mask_function(zero, zero, places[:, None], places).cpu()
+            fits = [
+                torch.equal((places <= reach[:, None]) & (places > low), seen)
+                for reach in self._reaches
+            ]
+        if not any(fits):
             self._refuse("tokens of images see others than those before them and their own image")
+        self._found[window is not None].add(fits[1])
         return _empty_output(module, query, value)
+
+    def look_ahead(self) -> LookAhead:
+        """Return the layers in which an image's tokens see all of it.
+
+        Raises:
+            ModelError: They are neither all layers, nor those with a sliding window.
+        """
+        full, windows = self._found[False], self._found[True]
+        if full | windows <= {False}:
+            return "nowhere"
+        if full | windows == {True}:
+            return "everywhere"
+        if full == {False} and windows == {True}:
+            return "windows"
+        self._refuse("tokens of images see all of their image in some layers only")
 
 
 def _empty_output(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
@@ -238,6 +279,7 @@ def paged_attention(
     attention_backend: AttentionBackend[Any] | None = None,
     attention_batch: Any = None,
     kv_cache: KVCache | None = None,
+    indexed_step: IndexedStep | None = None,
     **call: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer for the whole batch.
@@ -251,6 +293,7 @@ def paged_attention(
         attention_backend: Computes it.
         attention_batch: The step, prepared by the back end.
         kv_cache: The KVCache.
+        indexed_step: The step, of a model whose indexers choose the tokens that a query sees.
         call: The options, and settings for other implementations.
 
     Returns:
@@ -265,16 +308,41 @@ def paged_attention(
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
-    queries = query[0].transpose(0, 1)
     options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
+    chosen = None
+    if indexed_step is not None and (indices := call.get("indices")) is not None:
+        chosen = partial(indexed_step.attend_chosen, indices, layer, options)
+    states = query, key, value
+    attended = attend(module, states, options, attention_backend, attention_batch, kv_cache, chosen)
+    return attended, None
+
+
+def attend(
+    module: nn.Module,
+    states: tuple[Tensor, Tensor, Tensor],
+    options: AttentionOptions,
+    backend: AttentionBackend[Any],
+    batch: Any,
+    cache: KVCache,
+    chosen: Callable[[QKV, Tensor], None] | None = None,
+) -> Tensor:
+    """Attention of one layer, `[1, tokens, heads, value_dim]`; arguments as of `paged_attention`.
+
+    Of a latent layer, queries are brought to the latent, and the output from it. `chosen`
+    overwrites the output of tokens that attend to chosen ones only.
+    """
+    layer = cache.index_of[module.layer_idx]  # type: ignore[index]
+    queries, keys, values = (each[0].transpose(0, 1) for each in states)
     latent = latent_of(module)
     if latent is not None:
-        queries = latent.absorb(queries, attention_backend.multiply_heads)
-    qkv = QKV(queries, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    output = attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)
+        queries = latent.absorb(queries, backend.multiply_heads)
+    qkv = QKV(queries, keys, values)
+    output = backend.forward(batch, cache, layer, qkv, options)
+    if chosen is not None:
+        chosen(qkv, output)
     if latent is not None:
-        output = latent.project(output, attention_backend.multiply_heads)
-    return output[None], None
+        output = latent.project(output, backend.multiply_heads)
+    return output[None]
 
 
 def _options_of(query: Tensor, call: Mapping[str, Any]) -> AttentionOptions:

@@ -72,15 +72,39 @@ class LatentAttention:
         return expanded
 
     @property
-    def matrices(self) -> Tensor:
-        """U and V of each head, one below the other: `[heads, key_dim + value_dim, rank]`."""
+    def weight(self) -> Tensor:
+        """The weight of `kv_b_proj`.
+
+        Raises:
+            ModelError: The module has been replaced since the model was loaded.
+        """
         projection = self._module.kv_b_proj
         if type(projection) is not nn.Linear:
             raise ModelError(
                 f"kv_b_proj has become a {type(projection).__name__} since the model was loaded; "
                 "set engine.latent_attention to 'off'"
             )
-        return projection.weight.view(-1, self._key_dim + self.value_dim, self.rank)
+        return projection.weight
+
+    @property
+    def matrices(self) -> Tensor:
+        """U and V of each head, one below the other: `[heads, key_dim + value_dim, rank]`."""
+        return self._by_head(self.weight)
+
+    def _by_head(self, weight: Tensor) -> Tensor:
+        return weight.view(-1, self._key_dim + self.value_dim, self.rank)
+
+    def expand_by(self, both: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, `[1, heads, tokens, ...]`, with gradients.
+
+        Args:
+            both: `[1, 1, tokens, rank + rotated]`.
+            weight: That of `kv_b_proj`.
+        """
+        latent, rotated = both.split_with_sizes((self.rank, self._rotated), dim=-1)
+        expanded = latent @ self._by_head(weight).mT
+        keys, values = expanded.split_with_sizes((self._key_dim, self.value_dim), dim=-1)
+        return torch.cat((keys, rotated.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
 
     def absorb(self, queries: Tensor, multiply: MultiplyHeads) -> Tensor:
         """`[tokens, heads, key_dim + rotated]` to queries for the cache,
@@ -177,16 +201,15 @@ def _why_not(module: Any) -> str:
         return numbers.to(weight.device, weight.dtype)
 
     latent, rotated = draw(module.kv_lora_rank), draw(module.qk_rope_head_dim)
-    keys, values = made.matrices.split_with_sizes((module.qk_nope_head_dim, module.v_head_dim), 1)
-    shared = rotated[0].expand(len(keys), -1, -1)
-    offers = torch.cat((latent[0] @ keys.transpose(1, 2), shared), -1), latent[0] @ values.mT
-    for offered, wanted in zip(offers, made.expand(latent, rotated), strict=True):
-        difference = (
-            (offered.float() - wanted[0].float()).norm()
-            if offered.shape == wanted.shape[1:]
-            else None
-        )
-        tolerance = _TOLERANCES.get(weight.dtype, 1e-5)
-        if difference is None or not difference <= tolerance * wanted.float().norm():
-            return f"expand_kv of {name} computes something else"
-    return ""
+    offers = made.expand_by(torch.cat((latent, rotated), dim=-1), weight)
+    if all(map(_agree, offers, made.expand(latent, rotated))):
+        return ""
+    return f"expand_kv of {name} computes something else"
+
+
+def _agree(offered: Tensor, wanted: Tensor) -> bool:
+    if offered.shape != wanted.shape:
+        return False
+    difference = (offered.float() - wanted.float()).norm()
+    tolerance = _TOLERANCES.get(wanted.dtype, _TOLERANCES[torch.float32])
+    return bool(difference <= tolerance * wanted.float().norm())

@@ -148,7 +148,8 @@ class _Cutter:
         offsets = np.where(valid, places, 0)
         batch_tokens = tokens[:, None] + offsets
         positions = starts[:, None] + offsets
-        reach = positions if self.rows.reach is None else self.rows.reach[batch_tokens]
+        own = self.rows.reach_of(self.span.window)
+        reach = positions if own is None else own[batch_tokens]
         first = self._first_block(starts)
         if shared:
             first = first[:1]
@@ -195,7 +196,9 @@ class _Cutter:
 def multiply_heads(rows: Tensor, matrices: Tensor, out: Tensor) -> None:
     """As `AttentionBackend.multiply_heads`, `_MIN_ROWS` tokens at a time."""
     with torch._C.DisableTorchFunction():
-        for some, target in zip(rows.split(_MIN_ROWS), out.split(_MIN_ROWS), strict=True):
+        for some, target in zip(
+            torch.split(rows, _MIN_ROWS), torch.split(out, _MIN_ROWS), strict=True
+        ):
             padded = rows.new_zeros(rows.shape[1], _MIN_ROWS, rows.shape[2])
             padded[:, : len(some)] = some.transpose(0, 1)
             target.copy_(torch.bmm(padded, matrices)[:, : len(some)].transpose(0, 1))

@@ -36,6 +36,9 @@ static void multiply_along(const HeadProducts *p, const number *matrix, const nu
             const Floats some = load_wide_some(x + t * x_stride + i, first(p->inputs - i));
             store_operands(weights + t * inputs + i, some);
         }
+    // Parts of rows defeat hardware prefetching.
+    for (long i = 0; i < p->inputs * p->outputs; i += WIDTH)
+        _mm_prefetch((const char *)(matrix + i), _MM_HINT_T1);
     for (long column = 0; column < p->outputs; column += 32) {
         const long left = p->outputs - column;
         for (long i = 0; i < inputs; i += 16) {

@@ -93,7 +93,7 @@ def mamba2_chunk_scan(
     **__: Any,
 ) -> Tensor:
     """Mamba-2, `[1, tokens, heads, dim]`."""
-    _, _, heads, width = hidden_states.shape
+    heads, width = hidden_states.shape[2:]
     state = mixer.state((heads, B.shape[3], width), torch.float32)
     x, b, c = (each[0].contiguous() for each in (hidden_states, B, C))
     time = torch.clamp(_times(dt[0], dt_bias, softplus=dt_softplus), *dt_limit).contiguous()

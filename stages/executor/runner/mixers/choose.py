@@ -18,6 +18,8 @@ _TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 
 _TOKENS, _SLOTS = 7, 4
 
+_Call = Callable[[Operators, Tensor], Tensor]
+
 
 def choose_operators(dtype: torch.dtype, device: torch.device) -> tuple[Operators, str]:
     """Return the operators for activations of a dtype on a device.
@@ -49,9 +51,7 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     return same and bool((ours.float() - theirs.float()).abs().max() <= bound)
 
 
-def _calls(
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, Callable[[Operators, Tensor], Tensor], Tensor]]:
+def _calls(dtype: torch.dtype) -> Iterator[tuple[str, _Call, Tensor]]:
     """Yield each operator: its name, a call of it on random numbers with a state, the state."""
     random = torch.Generator().manual_seed(0)
     count = np.array([1, 4, 2])
@@ -68,14 +68,13 @@ def _calls(
     qs, ks = normal(_TOKENS, heads, keys), normal(_TOKENS, heads, keys)
     steps, rates = uniform(_TOKENS, heads), uniform(heads)
     state = normal(_SLOTS, heads, keys, values, dtype=torch.float32)
-    for decays in (-steps, -uniform(_TOKENS, heads, keys)):
-        yield (
-            "gated_delta",
-            lambda ops, s, g=decays: ops.gated_delta(
-                q, k, v, g, steps.to(dtype), 0.2, True, s, segments
-            ),
-            state,
-        )
+    learning = steps.to(dtype)
+
+    def delta(g: Tensor) -> _Call:
+        return lambda ops, s: ops.gated_delta(q, k, v, g, learning, 0.2, True, s, segments)
+
+    yield "gated_delta", delta(-steps), state
+    yield "gated_delta", delta(-uniform(_TOKENS, heads, keys)), state
     yield "ssd", lambda ops, s: ops.ssd(v, steps, -rates, q, k, rates, s, segments), state
     yield "lightning", lambda ops, s: ops.lightning(qs, ks, v, rates, s, segments), state
     x, b, c = normal(_TOKENS, keys), normal(_TOKENS, 16), normal(_TOKENS, 16)
@@ -86,9 +85,12 @@ def _calls(
         normal(_SLOTS, keys, 16, dtype=torch.float32),
     )
     for width in (3, 4):
-        weight, bias = normal(keys, width), normal(keys)
         yield (
             "conv",
-            lambda ops, s, w=weight, b=bias: ops.conv(x, w, b, "silu", s, segments),
+            _conv(x, normal(keys, width), normal(keys), segments),
             normal(_SLOTS, width - 1, keys),
         )
+
+
+def _conv(x: Tensor, weight: Tensor, bias: Tensor, segments: Segments) -> _Call:
+    return lambda ops, s: ops.conv(x, weight, bias, "silu", s, segments)

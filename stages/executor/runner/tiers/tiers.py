@@ -201,7 +201,7 @@ class BlockTiers:
         self._kinds: list[UnitTiers] = []
         self._server: BlockServer | None = None
         try:
-            blocks, *states = kinds_of(cache, model.max_model_len)
+            blocks, *states = kinds_of(config, cache, model.max_model_len)
             self.blocks = UnitTiers(config, blocks, layout, self._changes, shares=shares)
             self._kinds.append(self.blocks)
             self.states: UnitTiers | None = None

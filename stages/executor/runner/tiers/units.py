@@ -70,10 +70,15 @@ class UnitKind:
         )
 
 
-def kinds_of(cache: KVCache, max_model_len: int) -> list[UnitKind]:
+def kinds_of(config: EngineConfig, cache: KVCache, max_model_len: int) -> list[UnitKind]:
     """Return the kinds of units of a cache: blocks, then snapshots if it has any.
 
     They share the bytes of each tier as they share the device's memory.
+
+    Args:
+        config: The settings.
+        cache: The cache.
+        max_model_len: The model's.
     """
 
     def blocks() -> list[Tensor]:
@@ -84,7 +89,8 @@ def kinds_of(cache: KVCache, max_model_len: int) -> list[UnitKind]:
 
     block, snapshot = unit_bytes(blocks), unit_bytes(states) if cache.num_snapshots else 0
     share = block * cache.num_blocks / (block * cache.num_blocks + snapshot * cache.num_snapshots)
-    # At most half of the slots are being fetched, and a prompt needs all of its blocks.
+    # At most half of the slots are being fetched, and a prompt needs all of its blocks, and one
+    # snapshot.
     needed = 2 * -(-max_model_len // cache.block_size)
     kinds = [
         UnitKind(
@@ -106,7 +112,7 @@ def kinds_of(cache: KVCache, max_model_len: int) -> list[UnitKind]:
                 units=states,
                 num_bytes=snapshot,
                 share=1 - share,
-                needed=cache.num_snapshots,
+                needed=2 * config.max_batch_size,
                 least=_LEAST_SNAPSHOTS,
                 trial=0,
             )

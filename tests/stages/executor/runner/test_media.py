@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from nano_inference.bus.media import MediaItem
-from nano_inference.stages.executor.runner.media import MediaEmbeddings, MediaError, Positions
+from nano_inference.stages.executor.runner.media import (
+    LookAhead,
+    MediaEmbeddings,
+    MediaError,
+    Positions,
+)
 from nano_inference.store.images import StoredImage
 
 STORED = {"a": StoredImage(2, 2, b""), "b": StoredImage(2, 2, b"")}
@@ -19,7 +24,7 @@ STORED = {"a": StoredImage(2, 2, b""), "b": StoredImage(2, 2, b"")}
 class Encoder:
     """Embeddings that name their encoder."""
 
-    sees_itself = False
+    looks_ahead: LookAhead = "nowhere"
     num_deep = 0
     rotates_in_space = False
     settings: dict[str, Any] = {}  # noqa: RUF012

@@ -130,10 +130,10 @@ def test_layers_that_change_their_mask_are_refused() -> None:
         wrap_model(model, 64)
 
 
-def test_layers_that_choose_tokens_by_an_indexer_are_refused() -> None:
+def test_indexers_of_an_unknown_kind_are_refused() -> None:
     model = make_model("llama")
     model.model.layers[1].self_attn.indexer = torch.nn.Linear(4, 4)
-    with pytest.raises(ModelError, match="an indexer chooses the tokens"):
+    with pytest.raises(ModelError, match="an indexer of a kind that is not known"):
         wrap_model(model, 64)
 
 

@@ -29,6 +29,7 @@ from nano_inference.stages.executor.runner.linear.dense import pack_dense
 from .....soaking import in_soak
 from ...recorder import PlainPagedAttention
 from ...refusals import needs_kernels
+from ...threads import several_threads
 
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-19}
 """Relative to the largest number: two roundings to bfloat16, and what sums in another order make of
@@ -301,6 +302,54 @@ def test_tokens_of_one_sequence_have_the_bits_that_each_has_alone(
         part = slice(row, row + 1)
         rows = DecodeRows(1, tables[part].contiguous(), contexts[part])
         assert torch.equal(paged.decode(queries[part], rows), together[part])
+
+
+@pytest.mark.parametrize("heads", [20, 1])
+def test_values_within_keys(dtype: torch.dtype, heads: int) -> None:
+    """The latent of multi-head latent attention: stored once, by any number of threads."""
+    keys = torch.zeros(20, 16, 1, 96, dtype=dtype)
+    paged = PagedAttention(keys, keys[..., :64], heads, AttentionOptions(0.1))
+    new = randn(dtype, 320, 1, 96, seed=1)
+    paged.store(new, new[..., :64], torch.arange(320))
+    assert torch.equal(keys.view(320, 1, 96), new)
+    queries, rows = randn(dtype, 1, heads, 96, seed=2), torch.arange(20)[None]
+    step = DecodeRows(1, rows, torch.tensor([310]))
+    found = paged.decode(queries, step)
+    plain = PlainPagedAttention(
+        keys.double(), keys[..., :64].double(), heads, AttentionOptions(0.1)
+    )
+    assert_close(found, plain.decode(queries.double(), step))
+    for threads in (1, 3):
+        with several_threads(threads):
+            assert torch.equal(paged.decode(queries, step), found)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(192, 512), (12, 33), (40, 6), (1, 1)])
+@pytest.mark.parametrize("across", [False, True])
+def test_each_head_s_products(dtype: torch.dtype, inputs: int, outputs: int, across: bool) -> None:
+    """With matrices that lie among others, and rows that do; each row as alone."""
+    shape = (3, 5 + outputs, inputs) if across else (3, 5 + inputs, outputs)
+    matrices = randn(dtype, *shape, seed=1)[:, 5:]
+    matrices = matrices.mT if across else matrices
+    for count in (1, 2, 3, 7, 70):
+        rows = randn(dtype, count, 3, inputs + 2, seed=2)[..., 2:]
+        out = torch.zeros(count, 3, outputs + 4, dtype=dtype)
+        cpu.head_products(rows, matrices, out[..., 4:])
+        wanted = torch.einsum("thi,hio->tho", rows.double(), matrices.double())
+        assert_close(out[..., 4:], wanted)
+        assert not out[..., :4].any()
+        alone = torch.empty(1, 3, outputs, dtype=dtype)
+        cpu.head_products(rows[-1:], matrices, alone)
+        assert torch.equal(alone[0], out[-1, :, 4:])
+
+
+def test_products_of_another_layout_or_dtype_are_refused(dtype: torch.dtype) -> None:
+    rows, out = torch.zeros(2, 3, 4, dtype=dtype), torch.zeros(2, 3, 4, dtype=dtype)
+    matrices = torch.zeros(3, 4, 8, dtype=dtype)
+    with pytest.raises(ValueError, match="matrices of"):
+        cpu.head_products(rows, matrices[..., ::2], out)
+    with pytest.raises(ValueError, match="rows and"):
+        cpu.head_products(rows.double(), matrices[..., :4].contiguous(), out)
 
 
 def test_stored_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:

@@ -31,8 +31,9 @@ _WIDTHS = {
     "local_attention_window_len attention_chunk_size floor_scale log_scaling_n_floor rotary_dim "
     "index_topk keep_window_size mamba_dt_rank time_step_rank d_rel mamba_n_heads n_mamba_heads "
     "qk_rope_head_dim chunk_size mamba_chunk_size block_size",
+    32: "index_n_heads",
     4: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads "
-    "swa_num_attention_heads index_n_heads linear_num_value_heads linear_num_heads "
+    "swa_num_attention_heads linear_num_value_heads linear_num_heads "
     "num_query_groups mamba_num_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts zero_expert_num index_block_size",
     2: "num_key_value_heads num_kv_heads num_global_key_value_heads swa_num_key_value_heads "

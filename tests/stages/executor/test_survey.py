@@ -10,7 +10,7 @@ from .survey_models import names
 
 EVERY_DAY = {
     "afmoe": "equal",  # the mask by keyword
-    "deepseek_v32": "refused",  # an indexer
+    "video_llama_3": "refused",  # logits of all tokens
     "gemma4_text, shared KV": "equal",  # heads of several widths
     "granitemoehybrid, attention alone": "equal",  # a class with recurrent layers, without any
     "idefics2": "equal",  # text of a model whose images are not supported

@@ -1,7 +1,7 @@
 """KV tiers: hit rates of the eviction policies, bandwidth, and first tokens from disk.
 
-    python benchmarks/kv_tiers.py [--parts policies,bandwidth,ttft,audit] [--shape S] [--dtype auto]
-        [--json FILE]
+    python benchmarks/kv_tiers.py [--parts policies,bandwidth,snapshots,ttft,audit] [--shape S]
+        [--dtype auto] [--json FILE]
     python benchmarks/kv_tiers.py --parts conversations [--conversations 200] [--threads 2]
         [--python openvino=PATH] [--python llamacpp=PATH] [--folder DIR]
 
@@ -12,6 +12,8 @@ and their quartiles say something on a busy machine, too, and shares by processo
 need no computing. `bandwidth` moves blocks of the shape's size, beside a copy in memory and plain
 writes and reads of one file of the same bytes, into memory that was used before: from the system's
 page cache, as after a restart, and from the disk, as after a reboot.
+`snapshots` is the time to start from, store, load, write and read one snapshot of the recurrent
+state of Qwen3.5-0.8B's shape, without its weights.
 `ttft` is the time to the first token of a prompt of 2,048 tokens that is computed, and of one whose
 blocks a new engine finds on disk, also in both ways.
 `audit` is the self-audit's share of the time, and how often damaged blocks are loaded until one is
@@ -46,9 +48,13 @@ from nano_inference.stages.batching import Allocation, BatchingCore
 from nano_inference.stages.batching.parts.tiers.eviction import POLICIES
 from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers, TierCounts
+from nano_inference.stages.executor import KVCache, LoadedModel
+from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
+from nano_inference.stages.executor.runner.state.kinds import StateTensor
 from nano_inference.stages.executor.runner.system_memory import zeros
+from nano_inference.stages.executor.runner.tiers.tiers import BlockTiers
 
-PARTS = ("policies", "bandwidth", "ttft", "audit", "conversations")
+PARTS = ("policies", "bandwidth", "snapshots", "ttft", "audit", "conversations")
 BLOCK = 16
 PROMPT = 2048
 BLOCKS = 256
@@ -242,6 +248,72 @@ def measure_bandwidth(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
     return rows
 
 
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+class GatedDeltaState:
+    """The state of a layer of Qwen3.5-0.8B: a window of three tokens, and a matrix of 16 heads."""
+
+    def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        return StateTensor((3, 6144), dtype), StateTensor((16, 128, 128), torch.float32)
+
+
+def measure_snapshots(disk: Path) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of each way of one snapshot: medians and quartiles."""
+    config: Any = None
+    model = LoadedModel(
+        torch.nn.Linear(1, 1),
+        config,
+        torch.device("cpu"),
+        Dtypes.of(torch.bfloat16),
+        PROMPT,
+        16,
+        (LayerSpec(2, 256, 256, None),) * 6,
+        other_states=(GatedDeltaState(),) * 18,
+    )
+    cache = KVCache(model, 256, BLOCK, num_slots=4, num_snapshots=8)
+    for tensor in cache.in_slots:
+        tensor.fill_(1)
+    settings = EngineConfig(kv_host_bytes=1 << 28, kv_disk_path=str(disk))
+    tiers = BlockTiers(settings, model, cache, 0, 0)
+    name = bytes(16)
+
+    def move(kind: Kind, *, write: bool = False) -> None:
+        tiers.apply([KVMove(kind, name, 0, 1, write, state=True)])
+
+    def fetch() -> None:
+        tiers.apply([KVMove("fetch", name, 1, state=True)])
+        while (changes := tiers.take_changes()) is None or changes.states is None:
+            tiers.wait(1.0)
+
+    def write() -> None:
+        move("store", write=True)
+        tiers.on_disk()
+
+    ways: dict[str, Callable[[], object]] = {
+        "start from: copy in the device's memory": lambda: cache.copy_slots([(0, 5)]),
+        "store: to host memory": lambda: move("store"),
+        "load: from host memory": lambda: move("load"),
+        "store and write to disk": write,
+        "read from the page cache": fetch,
+    }
+    rows: dict[str, dict[str, float]] = {}
+    for title, way in ways.items():
+        times = []
+        for _ in range(REPEATS):
+            tiers.take_changes()
+            started = time.perf_counter()
+            way()
+            times.append(1000 * (time.perf_counter() - started))
+        low, median, high = statistics.quantiles(times, n=4)
+        rows[title] = {"ms": median, "low": low, "high": high}
+    tiers.close()
+    size = sum(tensor[0].nbytes for tensor in cache.in_slots)
+    columns = {"ms": "{ms:.1f}", "quartiles": "{low:.1f} to {high:.1f}"}
+    print_table(columns, rows, f"one snapshot of {size / 1e6:.1f} MB")
+    return rows
+
+
 # --- first tokens ---------------------------------------------------------------------------------
 
 
@@ -373,6 +445,8 @@ def main() -> None:
             write_model(folder, arguments.shape)
         if "bandwidth" in arguments.parts:
             results["bandwidth"] = measure_bandwidth(folder, disk)
+        if "snapshots" in arguments.parts:
+            results["snapshots"] = measure_snapshots(disk)
         if "ttft" in arguments.parts:
             results["ttft"] = measure_ttft(folder, disk, arguments.dtype)
     if "audit" in arguments.parts:

@@ -229,7 +229,7 @@ def check_answer(config: Config, model: str, prompt: str | list[int], name: str)
     alone = replace(config, engine=engine, bus=BusConfig(), pipeline=PipelineConfig())
     bundled = model == BUNDLED_MODEL
     try:
-        answer, tokens_per_s, load_s = asyncio.run(_ask(alone, prompt))
+        answer, tokens_per_s, load_s, state_bytes = asyncio.run(_ask(alone, prompt))
     except NanoInferenceError as error:
         advice = "give a folder that save_pretrained() wrote, of a causal language model"
         if bundled:
@@ -238,13 +238,16 @@ def check_answer(config: Config, model: str, prompt: str | list[int], name: str)
     except TimeoutError:
         return Finding(name, "fail", f"no answer within {_ANSWER_S:.0f} s", "run it with --verbose")
     found = f"{prompt!r} → {answer.strip()!r}, {tokens_per_s:,.0f} tokens/s, up in {load_s:.1f} s"
+    if state_bytes:
+        found += f", {state_bytes / 1e6:,.2f} MB of recurrent state for each sequence"
     if bundled and answer.strip() != "123":
         return Finding(name, "fail", f"{found}; it should be 123", "install the package again")
     return Finding(name, "ok", found)
 
 
-async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, float]:
-    """Return an answer, tokens per second of a longer one, and seconds until ready."""
+async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, float, int]:
+    """Return an answer, tokens per second of a longer one, seconds until ready, and the bytes of a
+    sequence's recurrent state."""
     began = time.monotonic()
     request = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     async with Pipeline(config) as pipeline:
@@ -257,11 +260,13 @@ async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, flo
                 raise NanoInferenceError(first.error.message)
             longer = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
             second = await pipeline.complete(request | {"sampling": longer})
+        loads = [report.load for report in pipeline.stages()]
     elapsed_ns = second.timings.finished_ns - second.timings.first_token_ns
     decoded = second.usage.completion_tokens - 1
     sample = first.samples[0]
     answer = sample.text if isinstance(prompt, str) else str(list(sample.token_ids))
-    return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s
+    state_bytes = max(int(load.get("state_bytes", 0)) for load in loads)
+    return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s, state_bytes
 
 
 def check_model(config: Config, spec: ModelConfig) -> Finding:

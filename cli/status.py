@@ -226,6 +226,9 @@ def _load(report: StageReport, *, verbose: bool) -> str:
         cached, pinned = load.pop("kv_cached", 0), load.pop("kv_pinned", 0)
         by_sessions = f", {pinned} pinned by sessions" if pinned else ""
         texts.append(f"KV blocks {free} of {total} free, {cached} cached{by_sessions}")
+    if "state_snapshots" in load:
+        number, most = load.pop("state_snapshots"), load.pop("state_snapshots_total")
+        texts.append(f"{number} of {most} state snapshots")
     if "kv_host" in load:
         tiers = [f"{load.pop(f'kv_{tier}')} of {load.pop(f'kv_{tier}_total')}" for tier in TIERS]
         texts.append(f"below: {tiers[0]} blocks in host memory, {tiers[1]} on disk")
@@ -399,6 +402,8 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
     made.add_row("", f"{batching('kv_cached'):,.0f} in the prefix cache")
     if pinned := batching("kv_pinned"):
         made.add_row("", f"{pinned:,.0f} pinned by sessions")
+    if most := batching("state_snapshots_total"):
+        made.add_row("states", _bar(batching("state_snapshots"), most, "snapshots"))
     for tier, where in TIERS.items():
         if most := batching(f"kv_{tier}_total"):
             made.add_row("", _bar(batching(f"kv_{tier}"), most, where))

@@ -22,11 +22,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..config import EngineConfig, ModelError
 from ..stages.admission.checks import check_token_ids
 from ..stages.executor.driver.logprobs import scale_logits
-from ..stages.executor.runner.attention.backend import AttentionBackend
+from ..stages.executor.runner.attention.backend import PREFIX, AttentionBackend
 from ..stages.executor.runner.attention.choose import choose_backend
 from ..stages.executor.runner.attention.gather import visible
-from ..stages.executor.runner.attention.interface import attend, probe_mask
-from ..stages.executor.runner.attention.latent import PREFIX, latent_of
+from ..stages.executor.runner.attention.interface import attend, latent_of, probe_mask
 from ..stages.executor.runner.attention_options import AttentionOptions
 from ..stages.executor.runner.batch import Rows
 from ..stages.executor.runner.fast_modules.modules import FastModules

@@ -16,8 +16,9 @@ from ..store.registry import ModelRecord, ModelState
 from .health import lanes_of
 
 FACTS = (
-    "model", "model_path", "aliases", "parameters", "weight_bytes", "kv_bytes", "vocab_size",
-    "dtype", "experts", "active_experts", "capabilities", "max_batch_size", "load_ns",
+    "model", "model_path", "aliases", "parameters", "weight_bytes", "kv_bytes", "kv_token_bytes",
+    "state_bytes", "vocab_size", "dtype", "experts", "active_experts", "capabilities",
+    "max_batch_size", "load_ns",
 )  # fmt: skip
 """The keys of `StageReport.load` in which executors describe their models."""
 
@@ -46,6 +47,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         parameters: Number of parameters, all experts included.
         weight_bytes: Size of its weights, in all replicas together.
         kv_bytes: Size of KV, in all replicas together.
+        state_bytes: Size of a sequence's recurrent state, beside its KV; 0 without.
+        kv_token_bytes: Size of a token's KV in a replica, over all layers.
         max_model_len: Most tokens of a prompt and its answer.
         vocab_size: Rows of the output layer.
         dtype: Dtype of its weights.
@@ -78,6 +81,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
+    state_bytes: int = 0
+    kv_token_bytes: int = 0
     max_model_len: int = 0
     vocab_size: int = 0
     dtype: str = ""
@@ -142,10 +147,12 @@ def facts_of(reports: Sequence[StageReport]) -> dict[str, Any]:
     first = loads[0] if loads else {}
     numbers = {
         "parameters": "parameters",
+        "kv_token_bytes": "kv_token_bytes",
         "max_model_len": "max_model_len",
         "vocab_size": "vocab_size",
         "n_experts": "experts",
         "n_active_experts": "active_experts",
+        "state_bytes": "state_bytes",
     }
     return {
         "ready_lanes": tuple(ready),

@@ -220,6 +220,18 @@ KV_SESSION_RESULTS = _counter(
     "Results of requests and calls about sessions, and pins that gave way to requests.",
     names.KV_SESSION_OUTCOME,
 )
+STATE_SNAPSHOTS = _gauge(
+    "nano.state.snapshots", "{snapshot}", "Snapshots of recurrent state in prefix caches."
+)
+STATE_SNAPSHOTS_TAKEN = _counter(
+    "nano.state.snapshots.taken", "{snapshot}", "Snapshots that steps have made."
+)
+STATE_HITS = _counter("nano.state.hits", "{sequence}", "Sequences that started from a snapshot.")
+STATE_RECOMPUTED = _counter(
+    "nano.state.recomputed",
+    "{token}",
+    "Tokens whose KV was cached, and that were computed again for lack of a snapshot.",
+)
 KV_TRANSFER_DURATION = _histogram(
     "nano.kv.transfer.duration",
     "s",

@@ -9,6 +9,7 @@ import torch
 import worker
 from cores import TimedEngine
 from worker import Request, Times, Workload, serve
+from workloads import SHAPES
 
 from nano_inference import EngineConfig, SamplingParams
 from nano_inference.stages.executor.runner.attention.choose import kernels_of
@@ -17,11 +18,13 @@ from nano_inference.stages.executor.runner.attention.choose import kernels_of
 class Ours(worker.Engine):
     def __init__(self, folder: Path, shape: str, threads: int) -> None:
         torch.set_num_threads(threads)
+        # A sequence of a hybrid model has megabytes of state.
+        hybrid = "linear_num_value_heads" in SHAPES[shape]
         config = EngineConfig(
             model_path=str(folder),
             max_model_len=2048,
-            max_batch_size=64,
-            kv_cache_bytes=1 << 29,
+            max_batch_size=16 if hybrid else 64,
+            kv_cache_bytes=3 << 29 if hybrid else 1 << 29,
         )
         self.engine = TimedEngine(config)
         executor = self.engine._executor

@@ -175,6 +175,14 @@ class ServedModels:
         owners = (expert_owners(report.load) for report in reports)
         return next(filter(None, owners), ())
 
+    async def state_bytes(self) -> int:
+        """Return the size of a sequence's recurrent state; 0 without, or while unknown."""
+        try:
+            reports = await self._reports.get()
+        except BusError:
+            return 0
+        return max((int(report.load.get("state_bytes", 0)) for report in reports), default=0)
+
     async def check(self, model: str, caller: Caller) -> None:
         """Check that a name exists, and that the caller may use it.
 

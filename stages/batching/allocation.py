@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ...bus.kv_events import Medium
 from ...bus.messages import DEFAULT_SCOPE, CacheScope, RemoteBlocks
 from ...bus.sections import Sections
 from ...bus.steps import KVMove
+
+if TYPE_CHECKING:
+    from ...bus.kv_events import Medium
 
 NO_NAMES: Set[bytes] = frozenset()
 

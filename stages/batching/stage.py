@@ -147,6 +147,11 @@ class BatchingStage(Actor):
         images = counts.get("images", {})
         self.metrics.record(instruments.ENCODED_IMAGES, images.get("encoded", 0))
         self.metrics.record(instruments.CACHED_IMAGE_TOKENS, images.get("kept_tokens", 0))
+        states = counts.get("states", {})
+        self.metrics.record(instruments.STATE_SNAPSHOTS, load.get("state_snapshots", 0))
+        self.metrics.record(instruments.STATE_SNAPSHOTS_TAKEN, states.get("taken", 0))
+        self.metrics.record(instruments.STATE_HITS, states.get("hits", 0))
+        self.metrics.record(instruments.STATE_RECOMPUTED, states.get("recomputed_tokens", 0))
         if (moves := counts.get("tier_moves")) is not None:
             for tier in ("host", "disk", "states_host", "states_disk"):
                 units = load.get(f"kv_{tier}", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .core import ExecutorCore
+from .runner.kv_cache import slot_bytes
 from .runner.loaded_model import experts_of
 from .runner.ranks.commands import Reply
 
@@ -16,12 +17,14 @@ def facts_of_model(core: ExecutorCore) -> dict[str, int | float | str]:
         "parameters": model.num_parameters,
         "weight_bytes": model.weight_bytes,
         "kv_bytes": core.cache.num_bytes,
+        "kv_token_bytes": core.cache.token_bytes,
         "vocab_size": model.vocab_size,
         "max_batch_size": core.max_batch_size,
         "dtype": str(model.dtypes.weights).removeprefix("torch."),
         "deterministic": int("deterministic" not in core.off),
         "experts": experts,
         "active_experts": active,
+        **({} if model.mixers is None else {"state_bytes": slot_bytes(model)}),
         # Of each pipeline stage.
         **({"stage_layers": "+".join(map(str, sizes))} if sizes else {}),
     }

@@ -45,6 +45,7 @@ from .parts.memory import MemoryRelease
 from .parts.weights import WeightChanges
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
+from .runner.kv_cache import slot_bytes
 from .runner.loading import load_ranks
 from .runner.progress import loaded_share
 from .runner.ranks.commands import Reply
@@ -191,11 +192,13 @@ class ExecutorStage(Actor):
         self.log.info(
             "model_loaded",
             brief=f"loaded {engine.model_name} in {seconds:.1f} s, "
-            f"{capacity.max_batch_size:,} sequences, {capacity.num_blocks:,} blocks",
+            f"{capacity.max_batch_size:,} sequences, {capacity.num_blocks:,} blocks"
+            f"{self._beside_blocks()}",
             seconds=round(seconds, 2),
             device=capacity.device,
             kv_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
+            kv_token_bytes=self._facts.get("kv_token_bytes", 0),
             max_model_len=capacity.max_model_len,
             kernels=core.off.get("kernels") or kernels_of(core.model),
             attention=core.runner.backend.name,
@@ -204,10 +207,27 @@ class ExecutorStage(Actor):
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",
-            **({} if core.model.mixers is None else {"mixers": core.off.get("mixers", "kernels")}),
+            **self._states(),
             **self._shares(),
         )
         self._warn()
+
+    def _states(self) -> dict[str, int | str]:
+        core = self._core
+        if core.model.mixers is None:
+            return {}
+        return {
+            "mixers": core.off.get("mixers", "kernels"),
+            "state_bytes": slot_bytes(core.model),
+            "snapshots": core.cache.num_snapshots,
+        }
+
+    def _beside_blocks(self) -> str:
+        found = self._states()
+        if not found:
+            return ""
+        size = int(found["state_bytes"]) / 1e6
+        return f", {size:,.2f} MB of state each, {found['snapshots']:,} snapshots"
 
     def _find_parts(self, capacity: ReplicaCapacity) -> None:
         """Find the parts that the stage serves, by what the replica announces."""

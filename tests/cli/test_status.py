@@ -180,6 +180,16 @@ def test_pinned_blocks_are_shown_if_there_are_any() -> None:
     assert "pinned" not in top_of(look(report("batching", LOADS["batching"] | {"kv_pinned": 0})))
 
 
+def test_state_snapshots_are_shown_for_a_model_with_recurrent_state() -> None:
+    load = LOADS["batching"] | {"state_snapshots": 12, "state_snapshots_total": 48}
+    found = look(report("batching", load))
+    assert "12 of 48 snapshots (25%)" in top_of(found)
+    shown = StringIO()
+    Console(file=shown, width=200, color_system=None).print(lane_table(found.lanes[0]))
+    assert "12 of 48 state snapshots" in shown.getvalue()
+    assert "snapshots" not in top_of(look())
+
+
 def test_the_response_cache_is_shown_where_it_is_on() -> None:
     load = {"responses": 1200, "response_hits": 30, "response_lookups": 4000}
     line = "1,200 cached responses, 30 of 4,000 lookups found one"

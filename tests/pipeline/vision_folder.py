@@ -12,6 +12,8 @@ from ..text.processors import FAMILIES, save_model
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "llava": {"patch_size": 4},
+    "llava_next": {"patch_size": 4},
+    "mistral3": {"patch_size": 4},
     "gemma3": {"image_seq_length": 16},
 }
 """Settings of processors, by the sizes of the models."""

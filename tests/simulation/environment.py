@@ -47,6 +47,7 @@ from .executor import SimulatedExecutor
 from .loop import PROCESS, OrderedSet, SimulatedLoop, SimulatedProcess
 from .redis.client import SimulatedServer
 from .redis.network import Network
+from .states import State
 from .tiers import Block, SimulatedTiers
 
 EPOCH_NS = 1_800_000_000 * 1_000_000_000
@@ -158,7 +159,7 @@ class Environment:
         self._factor = factor
         self._peers: dict[str, SimulatedTiers] = {}
         # By program: what a process has written is there when it starts again.
-        self._disks: dict[str, dict[bytes, Block]] = defaultdict(dict)
+        self._disks: dict[str, dict[bytes, Any]] = defaultdict(dict)
 
     def modules(self) -> dict[ModuleType, Any]:
         """Return replacements of modules, wherever this package has imported them."""
@@ -238,19 +239,19 @@ class Environment:
         process: SimulatedProcess | None,
         memory: list[Block],
         weight_version: int,
+        snapshots: list[State] | None = None,
     ) -> SimulatedTiers:
-        return SimulatedTiers(
-            self._loop,
-            self._ids,
-            process,
-            memory,
-            self._peers,
-            self._disks[process.name if process is not None else ""],
-            max(self.host_slots, 16),
-            self.disk_blocks,
-            weight_version,
-            self._factor,
-        )
+        name = process.name if process is not None else ""
+        slots, disk, run = max(self.host_slots, 16), self.disk_blocks, (self._loop, self._ids)
+
+        def make(memory: list[Any], folder: str, slots: int, disk: int, **more: Any) -> Any:
+            of_disk = (self._disks[folder], slots, disk, weight_version, self._factor)
+            return SimulatedTiers(*run, process, memory, self._peers, *of_disk, **more)
+
+        tiers: SimulatedTiers = make(memory, name, slots, disk)
+        if snapshots is not None:
+            make(snapshots, f"{name}, states", slots // 8, disk // 4, blocks=tiers)
+        return tiers
 
     def _adapter_in(self, id: str, version: int, folder: str, *more: Any) -> Adapter:
         self.adapters[id, version].add(model.number_of(folder))

@@ -13,6 +13,7 @@ from torch import nn
 from nano_inference.bus.control import MemoryState, ReplicaCapacity
 from nano_inference.bus.parts.adapters import AdapterCapacity, AdaptersResult
 from nano_inference.bus.parts.speculation import DraftCapacity, DraftsResult
+from nano_inference.bus.parts.states import StateCapacity
 from nano_inference.bus.sections import Section
 from nano_inference.bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
 from nano_inference.config import EngineConfig, WeightsError
@@ -27,12 +28,13 @@ from nano_inference.stages.executor.runner.adapters.table import AdapterTable
 from ..sections import read
 from . import model
 from .constraints import Constrained
+from .states import SimulatedStates, State
 from .tiers import Block, SimulatedTiers
 
 STEP_NS, TOKEN_NS = 1_500_000, 20_000
 """Device time of a step, and of each of its tokens."""
 
-MAKES = Callable[[list[Block], int], SimulatedTiers]
+MAKES = Callable[[list[Block], int, list[State] | None], SimulatedTiers]
 """Makes tiers for a KV cache and the version of the weights that were loaded."""
 
 
@@ -55,6 +57,7 @@ class _Sequence:
         self.new = new
         self.chain = model.chains_of(new.cache_scope, new.token_ids)
         self.length = len(new.token_ids)
+        self.tokens = list(new.token_ids)
         self.table = list(new.block_ids)
         self.computed = new.num_cached
         self.generated = new.num_generated
@@ -70,6 +73,7 @@ class _Sequence:
         if self.constrained is not None:
             self.constrained.advance(token)
         self.chain.append(model.extend(self.chain[-1], token))
+        self.tokens.append(token)
         self.length += 1
         self.generated += 1
 
@@ -92,6 +96,7 @@ class SimulatedExecutor:
         make_tiers: MAKES | None = None,
         fatal: Collection[str] = (),
         note_request: Callable[[int | None, str], object] = lambda seed, request_id: None,
+        num_snapshots: int = -1,
     ) -> None:
         """Args:
         config: The settings.
@@ -101,7 +106,9 @@ class SimulatedExecutor:
         make_tiers: None for no tiers.
         fatal: Ids of requests that fail each step.
         note_request: Called with the seed and the id of each request that begins.
+        num_snapshots: Snapshots of recurrent state; -1 for a model without.
         """
+        self.states = SimulatedStates(num_snapshots) if num_snapshots >= 0 else None
         self._note_request = note_request
         self._config, self._fatal = config, fatal
         self._note_weights = note_weights
@@ -118,11 +125,20 @@ class SimulatedExecutor:
             self._module.weight.zero_()
         self._blocked: WeightsError | None = None
         self._in_place = (0, 0)
-        self.tiers = make_tiers(self._blocks, 0) if make_tiers is not None else None
+        snapshots = self.states.snapshots if self.states is not None else None
+        self.tiers = None
+        if make_tiers is not None:
+            self.tiers = make_tiers(self._blocks, 0, snapshots)
         # Parts of the real core that the shell reads.
         device = torch.device("cpu")
         self.model = SimpleNamespace(
-            layers=(), device=device, module=self._module, whole=self._module, shards=None
+            layers=(),
+            mixers=None,
+            device=device,
+            module=self._module,
+            whole=self._module,
+            shards=None,
+            latent_attention=False,
         )
         self.adapters = AdapterTable(self.model, AdapterLimits())  # type: ignore[arg-type]
         backend = SimpleNamespace(name="simulated")
@@ -150,6 +166,8 @@ class SimulatedExecutor:
         parts: list[Section] = [AdapterCapacity(self.adapters.describe())]
         if self._config.speculation == "auto":
             parts.append(DraftCapacity())
+        if self.states is not None:
+            parts.append(StateCapacity(len(self.states.snapshots), 1000))
         if self.tiers is not None:
             parts.append(self.tiers.capacity)
         return ReplicaCapacity(
@@ -174,6 +192,8 @@ class SimulatedExecutor:
         self._blocked = None
         self._sequences.clear()
         self._last_step = 0
+        if self.states is not None:
+            self.states.reset()
         if self.tiers is not None:
             self.tiers.reset()
 
@@ -206,6 +226,7 @@ class SimulatedExecutor:
         rows: list[tuple[int, int, float, str, int]] = []
         drafts: list[VerifiedDraft] = []
         source: _Sequence | None = None
+        ran: set[int] = set()
         planned = read(plan)
         allowed = planned.num_drafts or repeat(0)
         for seq_id, count, most in zip(plan.seq_ids, plan.num_tokens, allowed, strict=False):
@@ -214,17 +235,22 @@ class SimulatedExecutor:
                 continue
             if sequence.new.info.request_id in self._fatal:
                 raise FatalRequest(sequence.new.info.request_id)
+            ran.add(seq_id)
             kind = self._kind_of(sequence, number)
             if count:
                 self._compute(sequence, count, kind)
                 source = sequence
             elif source is None or source.chain[: sequence.length + 1] != sequence.chain:
                 raise WrongKV(f"sequence {seq_id} shares the prefill of other tokens")
+            elif self.states is not None:
+                self.states.share(seq_id, source.new.seq_id)
             if sequence.computed == sequence.length:
                 adapter = self._adapter_of(sequence)[0]
                 sampled, draft = self._sample(sequence, kind, most)
                 rows += [(seq_id, *each, adapter) for each in sampled]
                 drafts += draft
+        if self.states is not None:
+            self.states.save(plan, ran)
         if planned.kv_offers:
             assert self.tiers is not None
             self.tiers.offer(planned.kv_offers, plan.step_id)
@@ -277,9 +303,13 @@ class SimulatedExecutor:
         number = self._weights_in_place()[1] if plan.new else 0
         for new in plan.new:
             sequence = self._sequences[new.seq_id]
+            kind = self._kind_of(sequence, number)
             if new.num_cached < sequence.length:  # else it takes the logits of the row before
                 # KV of former weights is for sequences that began with them.
-                self._check(sequence, new.num_cached, self._kind_of(sequence, number))
+                self._check(sequence, new.num_cached, kind)
+            # A state of other tokens shows in the tokens that it gives.
+            if self.states is not None and not self.states.start(new).kinds <= {kind}:
+                raise WrongKV(f"sequence {new.seq_id} begins in a state of other weights")
 
     def _adapter_of(self, sequence: _Sequence) -> tuple[int, int]:
         """Return the version of a sequence's adapter, and the number that it consists of."""
@@ -301,6 +331,9 @@ class SimulatedExecutor:
         if stop > sequence.length:
             raise WrongKV(f"sequence {sequence.new.seq_id} has no token at {sequence.length}")
         self._write(sequence, sequence.chain[sequence.computed + 1 : stop + 1], kind)
+        if self.states is not None:
+            tokens = sequence.tokens[sequence.computed : stop]
+            self.states.compute(sequence.new.seq_id, sequence.computed, tokens, kind)
         sequence.computed = stop
         self._check(sequence, stop, None)
 
@@ -366,7 +399,10 @@ class SimulatedExecutor:
         early = sequence.generated < sampling.min_tokens
         avoided = sampling.stop_token_ids if early else ()
         allowed = sequence.constrained.allowed() if sequence.constrained is not None else ()
-        token, logprob = model.sample(sequence.chain[-1], sequence.seed, kind, avoided, allowed)
+        chain = sequence.chain[-1]
+        if self.states is not None:
+            chain = self.states.chain(sequence.new.seq_id)
+        token, logprob = model.sample(chain, sequence.seed, kind, avoided, allowed)
         sequence.append(token)
         reason = ""
         if token in sampling.stop_token_ids:

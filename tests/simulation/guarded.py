@@ -10,10 +10,12 @@ from nano_inference.stages.batching.paged import PagedKVCache
 from ..stages.admission import test_epoch_core as epochs
 from ..stages.batching import test_caches as caches
 from ..stages.batching import test_core as batching
+from ..stages.batching import test_states as states
 from .planting import Defect
 
 _EPOCHS = "stages/admission/epochs.py"
 _REQUESTS = "stages/admission/requests.py"
+_SNAPSHOTS = "stages/batching/parts/snapshots/part.py"
 
 GUARDED: tuple[tuple[Defect, Callable[[], object]], ...] = (
     (
@@ -93,5 +95,41 @@ GUARDED: tuple[tuple[Defect, Callable[[], object]], ...] = (
             "self._require(num_fresh)",
         ),
         partial(caches.test_free_blocks_of_a_prefix_count_as_needed, PagedKVCache),
+    ),
+    (
+        Defect(
+            "a snapshot of a row that was dropped is found",
+            _SNAPSHOTS,
+            "if seq.status is SequenceStatus.FINISHED or not self._is_shared(allocation):",
+            "if not self._is_shared(allocation):",
+        ),
+        partial(states.test_a_sequence_that_has_ended_leaves_no_snapshot_of_a_dropped_row, "radix"),
+    ),
+    (
+        Defect(
+            "states that older weights began are found",
+            _SNAPSHOTS,
+            "        return self._cache.is_current(allocation)",
+            "        return True",
+        ),
+        partial(states.test_states_that_older_weights_began_are_not_found, "weights", "paged"),
+    ),
+    (
+        Defect(
+            "states that an adapter's older version began are found",
+            _SNAPSHOTS,
+            "        return self._cache.is_current(allocation)",
+            "        return True",
+        ),
+        partial(states.test_states_that_older_weights_began_are_not_found, "adapter", "radix"),
+    ),
+    (
+        Defect(
+            "a sequence waits for a snapshot that will not come",
+            "stages/batching/parts/snapshots/prefills.py",
+            "return prefill if prefill.is_expected or has_blocks else None",
+            "return prefill",
+        ),
+        partial(states.test_no_sequence_waits_for_a_snapshot_that_will_not_come, "radix"),
     ),
 )

@@ -13,6 +13,7 @@ _BATCHING = "stages/batching/core.py"
 _FAIRNESS = "stages/fairness/core.py"
 _HANDOVERS = "stages/batching/parts/handover/departures.py"
 _SEQUENCE = "stages/batching/sequence.py"
+_SNAPSHOTS = "stages/batching/parts/snapshots/part.py"
 _TIERS = "stages/batching/parts/tiers/tiers.py"
 _LEASES = "bus/redis/leases.py"
 _RESULTS = "bus/redis/results.py"
@@ -226,6 +227,25 @@ MUTANTS = (
         "        for name in changes.lost:\n            self._counts.lost += 1\n",
         "        for name in changes.lost:\n            self._counts.lost += 1\n"
         "            self._end_fetch(name, whole=True)\n",
+    ),
+    # --- recurrent state
+    Defect(
+        "a snapshot is made a token late",
+        _SNAPSHOTS,
+        "StateSave(each.seq.seq_id, each.num_tokens, each.number)",
+        "StateSave(each.seq.seq_id, min(each.num_tokens + 1, each.seq.num_scheduled), each.number)",
+    ),
+    Defect(
+        "a snapshot's number is given out twice",
+        "stages/batching/parts/snapshots/pool.py",
+        "number = self._free.pop()",
+        "number = self._free[-1]",
+    ),
+    Defect(
+        "a snapshot is found before its step is back",
+        _SNAPSHOTS,
+        "            self._in_flight[draft.step_id] = saves\n",
+        "            for save in saves:\n                self._keep(save)\n",
     ),
     # --- adapters and speculation
     Defect(

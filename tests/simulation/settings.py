@@ -41,6 +41,7 @@ def config_of(story: Story, program: str) -> Config:
             speculation="auto" if story.drafts else "off",
             max_draft_tokens=story.drafts or 1,
             kv_audit_every=AUDIT_EVERY,
+            state_snapshot_blocks=story.snapshot_blocks,
         ),
         bus=BusConfig(url=url_of(story.bus == "redis"), lane=lane),
         admission=AdmissionConfig(max_in_flight=story.max_in_flight, lease_s=LEASE_MS / 1000),

@@ -23,6 +23,7 @@ _PLAIN: dict[str, Any] = {
     "host_slots": 0,
     "disk_blocks": 0,
     "drafts": 0,
+    "snapshots": -1,
     "slowness": 1,
 }
 

@@ -30,6 +30,9 @@ GATEWAY_DIGITS = (4, 6)
 THRONG_DIGIT = 9
 """Seeds that end so have stories of throngs: more requests than any page, batch or window holds."""
 
+STATE_DIGIT = 7
+"""Seeds that end so have a model with recurrent state."""
+
 GATEWAY_SEED = 1000
 """Seeds of requests over gateways begin here, and each has its own."""
 
@@ -140,6 +143,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         roles: Roles of the replicas; empty if each does both.
         host_slots, disk_blocks: Host slots and disk blocks of each replica's KV tiers; 0 for none.
         drafts: Most drafted tokens in a row; 0 for none.
+        snapshots: Number of snapshots of recurrent state; -1 for a model without.
+        snapshot_blocks: As in the settings of the engine.
         adapters: Adapters that are loaded at the start.
         slice_tokens, tenant_slice_tokens, preempts: As in the settings of fairness.
     """
@@ -165,6 +170,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_slots: int = 0
     disk_blocks: int = 0
     drafts: int = 0
+    snapshots: int = -1
+    snapshot_blocks: int = 0
     adapters: tuple[str, ...] = ()
     slice_tokens: int = 0
     tenant_slice_tokens: int = 64
@@ -290,8 +297,23 @@ def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
         faults = [fault for fault in faults if fault.kind not in ("weights", "adapter")]
     story = msgspec.structs.replace(story, requests=requests, faults=tuple(faults))
     # By the seed's last digit, so that tests can choose such stories.
+    if seed % 10 == STATE_DIGIT:
+        story = _with_states(story)
     is_asked = seed % 10 in GATEWAY_DIGITS
     return _with_gateways(story, most_requests, spread_ms) if is_asked else story
+
+
+def _with_states(story: Story) -> Story:
+    """Return a story with a model that has a recurrent state, half of them without tiers."""
+    if story.seed % 20 != STATE_DIGIT:
+        story = msgspec.structs.replace(story, roles=(), host_slots=0, disk_blocks=0)
+    choice = Random(story.seed * 31 + 11).choice
+    return msgspec.structs.replace(
+        story,
+        snapshots=choice((0, 1, 3, 8, 32, 128)),
+        snapshot_blocks=choice((0, 1, 3)),
+        drafts=0,
+    )
 
 
 def _with_gateways(story: Story, most_requests: int, spread_ms: int) -> Story:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
+
+import msgspec
 
 from nano_inference.bus.control import AuditedBlock, TierCapacity, TiersChanged
 from nano_inference.bus.steps import KVMove
-from nano_inference.stages.executor.runner.tiers.changes import TierChanges
+from nano_inference.stages.executor.runner.tiers.changes import StateChanges, TierChanges
 
 from .loop import SimulatedLoop, SimulatedProcess
 
@@ -31,6 +34,7 @@ class SimulatedTiers:
 
     Attributes:
         capacity: The size of the tiers.
+        states: Those of snapshots, if the model has recurrent state.
         slots: The host slots.
         offered: The name under which other executors may read a slot.
         step: The last step whose blocks are offered.
@@ -41,13 +45,14 @@ class SimulatedTiers:
         loop: SimulatedLoop,
         random: Random,
         process: SimulatedProcess | None,
-        memory: list[Block],
+        memory: list[Any],
         peers: dict[str, SimulatedTiers],
-        disk: dict[bytes, Block],
+        disk: dict[bytes, Any],
         num_slots: int,
         disk_blocks: int,
         weight_version: int,
         factor: Callable[[], float],
+        blocks: SimulatedTiers | None = None,
     ) -> None:
         """Set up empty slots.
 
@@ -59,12 +64,16 @@ class SimulatedTiers:
             disk: The blocks on disk by name, which outlive the process.
             num_slots, disk_blocks: The size of the tiers.
             weight_version: Version of the weights as they were loaded.
+            blocks: The tiers of blocks, if these are of snapshots.
         """
         self._loop, self._random, self._factor = loop, random.random, factor
         self._process, self._memory, self._peers, self._disk = process, memory, peers, disk
-        self._changes = TierChanges()
-        self._writes: list[KVMove | tuple[KVMove, Block]] = []
-        self.slots: list[Block] = [([], []) for _ in range(num_slots)]
+        self.states: SimulatedTiers | None = None
+        self._changes: Any = TierChanges()
+        if blocks is not None:
+            self._changes, blocks.states = StateChanges(blocks._changes), self
+        self._writes: list[KVMove | tuple[KVMove, Any]] = []
+        self.slots: list[Any] = [([], []) for _ in range(num_slots)]
         self.offered: dict[int, bytes] = {}
         self.step = 0
         address = f"executor-{len(peers)}"
@@ -81,6 +90,8 @@ class SimulatedTiers:
             token_ns=20_000,
             address=address,
         )
+        if blocks is not None:
+            blocks.capacity = msgspec.structs.replace(blocks.capacity, states=self.capacity)
 
     # --- the interface of BlockTiers ----------------------------------------------------------
 
@@ -89,6 +100,9 @@ class SimulatedTiers:
 
     def apply(self, moves: Sequence[KVMove]) -> None:
         for move in moves:
+            if move.state and self.states is not None:
+                self.states.apply([msgspec.structs.replace(move, state=False)])
+                continue
             match move.kind:
                 case "store":
                     self._store(move)
@@ -112,22 +126,29 @@ class SimulatedTiers:
 
     def offer(self, moves: Sequence[KVMove], step: int) -> None:
         for move in moves:
+            tiers = self.states if move.state and self.states is not None else self
             if move.block_id >= 0:
-                self._store(move)
-            self.offered[move.slot] = move.name
+                tiers._store(move)
+            tiers.offered[move.slot] = move.name
         self.step = step
+        if self.states is not None:
+            self.states.step = step
 
     def reset(self) -> None:
         self.step = 0
         self._changes.reset()
+        if self.states is not None:
+            self.states.step = 0
 
     def on_disk(self) -> TiersChanged:
         while self._writes:
             self._write_next()
-        return TiersChanged(stored=tuple(self._disk), whole=True)
+        states = self.states.on_disk() if self.states is not None else None
+        return TiersChanged(stored=tuple(self._disk), whole=True, states=states)
 
     def take_changes(self) -> TiersChanged | None:
-        return self._changes.take()
+        changes: TiersChanged | None = self._changes.take()
+        return changes
 
     def take_transfers(self) -> list[object]:
         """None is recorded."""
@@ -139,12 +160,15 @@ class SimulatedTiers:
             self._write_next()
         self.offered.clear()
         self._process = None
+        if self.states is not None:
+            self.states.close()
 
     # --- moves --------------------------------------------------------------------------------
 
     @property
     def _generation(self) -> int:
-        return self._changes.generation
+        generation: int = self._changes.generation
+        return generation
 
     @property
     def is_reachable(self) -> bool:
@@ -189,12 +213,12 @@ class SimulatedTiers:
         if peer is not None and reachable and peer.step < move.step and not is_over:
             self._loop.call_in(POLL_NS, self._receive, move, generation, asked_ns)
             return
-        block: Block | None = None
+        block: Any = None
         if peer is not None and reachable and peer.offered.get(move.other) == move.source_name:
             block = peer.slots[move.other]
         self._end_fetch(move, None if self._random() < UNREADABLE else block, generation)
 
-    def _end_fetch(self, move: KVMove, block: Block | None, generation: int) -> None:
+    def _end_fetch(self, move: KVMove, block: Any, generation: int) -> None:
         if generation != self._generation:  # its slot has another use
             return
         if block is None:
@@ -205,5 +229,7 @@ class SimulatedTiers:
         self._changes.add(TiersChanged(fetched=(move.name,)), generation)
 
 
-def _copied(block: Block) -> Block:
-    return list(block[0]), list(block[1])
+def _copied(unit: Any) -> Any:
+    if not isinstance(unit[0], list):
+        return unit  # a state, which is never changed
+    return list(unit[0]), list(unit[1])

@@ -92,6 +92,7 @@ class World:
         self.environment.capacity = {
             "num_blocks": story.num_blocks,
             "max_batch_size": story.max_batch_size,
+            "num_snapshots": story.snapshots,
             "max_model_len": min(512, story.num_blocks * story.block_size),
         }
         self.environment.host_slots = story.host_slots

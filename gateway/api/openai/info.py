@@ -134,7 +134,9 @@ class ModelInfoCalls:
         found: list[tuple[str, str, str | None]] = [(name, self._config.engine.model_path, None)]
         found += [(each.id, each.folder, name) for each in await self._served.adapters()]
         length, owners = await self._length.get(), await self._served.expert_owners()
-        more = {"expert_owners": owners} if owners else {}
+        more: dict[str, Any] = {"expert_owners": owners} if owners else {}
+        if state_bytes := await self._served.state_bytes():
+            more["state_bytes"] = state_bytes
         return [
             {
                 "id": id,

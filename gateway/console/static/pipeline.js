@@ -109,6 +109,8 @@ function capacity(lanes) {
     meter("Batch", [[running, "var(--batching)"]], most, `${number(running)} of ${number(most)} sequences`),
     meter("KV on the device", [[held, "var(--executor)"], [pinned, "var(--fairness)"], [cached, "color-mix(in srgb, var(--executor) 40%, var(--panel))"]], total, `${number(used)} of ${number(total)} blocks used, ${number(cached)} cached${pinned ? `, ${number(pinned)} pinned` : ""}`),
   ];
+  const snapshots = all("batching", "state_snapshots_total");
+  if (snapshots) rows.push(meter("State snapshots", [[all("batching", "state_snapshots"), "var(--executor)"]], snapshots, `${number(all("batching", "state_snapshots"))} of ${number(snapshots)}`));
   for (const [tier, name] of [["host", "KV in host memory"], ["disk", "KV on disk"]]) {
     const most = all("batching", `kv_${tier}_total`);
     if (most) rows.push(meter(name, [[all("batching", `kv_${tier}`), "var(--streaming)"]], most, `${number(all("batching", `kv_${tier}`))} of ${number(most)} blocks`));

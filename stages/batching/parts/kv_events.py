@@ -217,12 +217,21 @@ class KVEventLog:
     def _end_run(self) -> None:
         if self._run is not None:
             kind, medium, state, hashes = self._run
-            group = {"group_idx": STATE_GROUP} if state else {}
+            group = STATE_GROUP if state else None
             if kind is BlockRemoved:
-                self._events.append(BlockRemoved(tuple(hashes), medium, **group))
+                self._events.append(BlockRemoved(tuple(hashes), medium, group))
             else:
-                spec = {**group, "kv_cache_spec_kind": STATE_KIND} if state else {}
-                stored = BlockStored(tuple(hashes), None, (), 0, None, medium, None, **spec)
+                stored = BlockStored(
+                    block_hashes=tuple(hashes),
+                    parent_block_hash=None,
+                    token_ids=(),
+                    block_size=0,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                    group_idx=group,
+                    kv_cache_spec_kind=STATE_KIND if state else None,
+                )
                 self._events.append(stored)
             self._run = None
 

@@ -143,7 +143,7 @@ class FixedTiles(TorchFunctionMode):
             return self.linear(left, right.t())
         if isinstance(left if left._base is None else left._base, nn.Parameter):
             return self._columns(left, right)
-        shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
         left, right = (each.expand(*shape, -1, -1) for each in (left, right))
         output = self.bmm(left.flatten(0, -3), right.flatten(0, -3))
         return output.view(*shape, *output.shape[-2:])
@@ -155,7 +155,7 @@ class FixedTiles(TorchFunctionMode):
 
     def _columns(self, weights: Tensor, columns: Tensor) -> Tensor:
         """Product of weights, `[..., out, in]`, with columns of one token each."""
-        shape = torch.broadcast_shapes(weights.shape[:-2], columns.shape[:-2])
+        shape = torch.broadcast_shapes(weights.shape[:-2], columns.shape[:-2])  # type: ignore[no-untyped-call]
         pairs = zip(
             weights.expand(*shape, -1, -1).flatten(0, -3),
             columns.expand(*shape, -1, -1).flatten(0, -3),

@@ -19,7 +19,6 @@ from .adapters.table import NO_ADAPTER as NO_ADAPTER
 from .adapters.table import AdapterTable
 from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
-from .attention.latent import forget_latents
 from .batch import IntArray as IntArray
 from .batch import Rows as Rows
 from .batch import StepOutput as StepOutput
@@ -142,6 +141,8 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         if self.fast_modules is not None:
             self.fast_modules.remove()
         if self.model.latent_attention and not self.model.is_shared:
+            from .attention.latent import forget_latents
+
             forget_latents(self.model.module)
 
     @contextmanager

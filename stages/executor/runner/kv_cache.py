@@ -133,6 +133,11 @@ class KVCache(StateMemory):
         if layer not in self._latents:
             self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, over all layers."""
+        return sum(each[0, 0].numel() * each.itemsize for each in self.in_blocks)
+
     def follow(self, find: Callable[[], None]) -> None:
         """Call a function, too, whenever tensors have `moved`."""
         self._followers.append(find)
@@ -147,8 +152,8 @@ class KVCache(StateMemory):
         self._gathered = [
             tensors[0].new_empty(0) for tensors in (self.keys, self.values) if tensors
         ]
-        for layer in self._paged.values():
-            layer.find_tensors()
+        for paged in self._paged.values():
+            paged.find_tensors()
         for find in self._followers:
             find()
 

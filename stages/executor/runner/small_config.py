@@ -10,7 +10,9 @@ from transformers import PreTrainedConfig
 
 VOCABULARY = 256
 
-WIDTHS = (16, None, 0)
+_HEAD_DIM = 16
+
+WIDTHS = (_HEAD_DIM, None, 0)
 """Widths of heads to try, the smallest model first; None is the model's own, and 0 keeps all its
 widths."""
 
@@ -21,18 +23,20 @@ _MOST_LAYERS = 6
 layers.
 """
 
-_SPANS = (
-    *("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale", "index_topk"),
-)
+_SPANS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "floor_scale")
 """Names of widths in tokens: of windows, chunks, and steps of a temperature by position."""
 
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_MAMBA = (
-    ("mamba_expand", "mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
-    ("expand", "mamba_num_heads", "mamba_head_dim", "n_groups"),
+
+_KINDS = ("layer_types", "layers_block_type")
+_MAMBA_2 = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_ngroups"),
+    ("mamba_num_heads", "mamba_head_dim", "n_groups"),
+    ("num_heads", "head_dim", "n_groups"),
 )
-"""Names of widths of which the first, times that of the model, is the product of the next two."""
+"""Names of Mamba-2's heads, their width, and groups of them."""
 
 
 def small_config(
@@ -62,15 +66,13 @@ def small_config(
     for name in _SPANS:
         if isinstance(tokens := getattr(text, name, None), int) and tokens:
             setattr(text, name, min(tokens, _WINDOW))
-    if getattr(text, "index_n_heads", None):
-        # Sums over fewer heads are often equal, and of these any may be chosen.
-        text.index_n_heads = max(text.index_n_heads, 32)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("llama_4_scaling_beta"):
         text.rope_parameters = rope | {"original_max_position_embeddings": _WINDOW}
     before = {name: getattr(text, name) for name in own[0]} if own else {}
     if head_dim != 0:
         _cut_widths(text, size, head_dim)
+    _cut_indexers(text)
     if own:
         # In the proportions of the model.
         text.per_layer_config = {
@@ -84,14 +86,14 @@ def small_config(
 
 
 def _kept_layers(text: Any, count: int) -> list[int]:
-    """Return the numbers of the layers to keep: the first ones.
+    """Return the numbers of the layers to keep: the first ones, with the first of each kind.
 
     Where the last layers read the keys and values of others, it is some of either part, with all
     kinds of layers.
     """
     shared: int = getattr(text, "num_kv_shared_layers", None) or 0
     if not shared:
-        return [*range(count)]
+        return _of_all_kinds(text, count)
     kinds, first = text.layer_types, text.num_hidden_layers - shared
     kept: list[int] = []
     for part in (range(first), range(first, first + shared)):
@@ -100,6 +102,27 @@ def _kept_layers(text: Any, count: int) -> list[int]:
         kept += sorted([*new, *others][: max(count // 2, len(new))])
     text.num_kv_shared_layers = sum(layer >= first for layer in kept)
     return kept
+
+
+def _of_all_kinds(text: Any, count: int) -> list[int]:
+    lists = (vars(text).get(name) or [] for name in _KINDS)
+    kinds: list[str] = next((each for each in lists if len(each) == text.num_hidden_layers), [])
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    # Layers that share attention need another one to share it with.
+    firsts += [layer for layer, kind in enumerate(kinds) if kind == "hybrid"][1:2]
+    others = (layer for layer in range(text.num_hidden_layers) if layer not in firsts)
+    return sorted([*firsts, *others][: max(count, len(firsts))])
+
+
+def _cut_indexers(text: Any) -> None:
+    """Let indexers choose among few tokens, without equal scores, of which any may be chosen."""
+    if getattr(text, "index_topk", None):
+        text.index_topk = min(text.index_topk, _WINDOW)
+        # Sums over fewer heads are often equal.
+        text.index_n_heads = max(text.index_n_heads, 32)
+    if getattr(text, "index_topk_blocks", None):
+        text.index_topk_blocks, text.index_block_size, text.index_local_blocks = 3, 2, 1
+        text.index_n_heads = text.num_key_value_heads
 
 
 def _take_overrides(text: Any) -> list[dict[str, int]]:
@@ -116,6 +139,10 @@ def _cut_layers(text: Any, kept: list[int]) -> None:
     for name, value in [*vars(text).items()]:
         if isinstance(value, list) and len(value) == before:
             setattr(text, name, [value[layer] for layer in kept])
+        elif isinstance(value, list) and name.endswith(("layer_indices", "layer_ids")):
+            # Some kinds of layers, the first of which is among the first layers.
+            found = [kept.index(layer) for layer in value if layer in kept]
+            setattr(text, name, found or [len(kept) // 2])
     text.num_hidden_layers = len(kept)
 
 
@@ -129,10 +156,11 @@ def _cut_vocabulary(part: Any) -> None:
 
 def _cut_widths(text: Any, size: int, head_dim: int | None) -> None:
     """Cut the widths of layers; `head_dim`: None to keep that of the heads."""
-    heads = getattr(text, "num_attention_heads", None)
-    if heads is None:
-        _cut_mamba(text)
+    if not hasattr(text, "num_attention_heads"):
+        text.hidden_size = 4 * (head_dim or _HEAD_DIM)
+        _cut_mixers(text)
         return
+    heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     own = getattr(text, "head_dim", None)
     width = head_dim or own or text.hidden_size // heads
@@ -154,11 +182,32 @@ def _cut_widths(text: Any, size: int, head_dim: int | None) -> None:
             small = 16 * size
             setattr(text, name, [small] * len(value) if isinstance(value, list) else small)
     _cut_rotation(text, width)
-    for expand, mamba_heads, mamba_width, groups in _MAMBA:
-        if all(hasattr(text, name) for name in (expand, mamba_heads, mamba_width, groups)):
-            count = 2 * getattr(text, groups)
-            setattr(text, mamba_heads, count)
-            setattr(text, mamba_width, getattr(text, expand) * text.hidden_size // count)
+    _cut_mixers(text)
+
+
+def _cut_mixers(text: Any) -> None:
+    """Cut the widths of recurrent layers, which follow from each other."""
+    if (keys := getattr(text, "linear_num_key_heads", None)) is not None:
+        text.linear_num_value_heads = 2 * (text.linear_num_value_heads // keys)
+        text.linear_num_key_heads = 2
+    if getattr(text, "linear_num_heads", None) is not None:
+        text.linear_num_heads = 2
+    expand = getattr(text, "mamba_expand", None) or getattr(text, "expand", None)
+    if expand is None:
+        return
+    inner = int(expand * text.hidden_size)
+    for heads, width, groups in _MAMBA_2:
+        if hasattr(text, heads) and hasattr(text, width):
+            setattr(text, width, _HEAD_DIM)
+            setattr(text, heads, inner // _HEAD_DIM)
+            setattr(text, groups, min(getattr(text, groups), 2))
+    if hasattr(text, "mamba_d_ssm"):
+        text.mamba_d_ssm = inner
+    if hasattr(text, "attention_hidden_size"):
+        text.attention_hidden_size = 2 * text.hidden_size
+        text.attention_head_dim = text.attention_hidden_size // text.num_attention_heads
+    if not hasattr(text, "num_attention_heads") and hasattr(text, "intermediate_size"):
+        text.intermediate_size = inner
 
 
 def _cut_rotation(text: Any, width: int) -> None:
@@ -170,13 +219,3 @@ def _cut_rotation(text: Any, width: int) -> None:
     before = rope.get("mrope_section") or [1, 1, 1]
     sections = [max(part * pairs // sum(before), 1) for part in before[:-1]]
     text.rope_parameters = rope | {"mrope_section": [*sections, pairs - sum(sections)]}
-
-
-def _cut_mamba(text: Any) -> None:
-    """Cut the widths of a model without attention, by the names of Mamba and Mamba-2."""
-    if hasattr(text, "n_groups"):
-        text.num_heads = 2 * text.n_groups
-        text.hidden_size = text.num_heads * text.head_dim // text.expand
-    else:
-        text.hidden_size = 32
-        text.intermediate_size = text.expand * text.hidden_size

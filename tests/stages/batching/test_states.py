@@ -227,6 +227,26 @@ def test_flush_weights_memory_and_adapters_end_snapshots(cache_type: CacheType) 
         assert cached(replica)[-2] == 0 or ends == "memory", ends
 
 
+@pytest.mark.parametrize("change", ["weights", "adapter"])
+def test_states_that_older_weights_began_are_not_found(change: str, cache_type: CacheType) -> None:
+    replica, prompt = replica_of(cache_type, max_tokens_per_batch=8), list(range(21))
+    replica.set_adapters([LoadedAdapter("red", 1, "", 8)])
+    adapter = "red" if change == "adapter" else ""
+    replica.add(prompt, 1, adapter=adapter)
+    replica.plan()
+    replica.retire()
+    if change == "weights":
+        replica.change_weights(1, "keep")
+    else:
+        replica.change_adapter("red", 2, "keep")
+    turn = [*prompt, *expected(prompt, 8), 1]
+    for seq_id, again in ((2, prompt), (3, prompt), (4, turn)):
+        replica.run()
+        replica.add(again, seq_id, adapter=adapter)
+    finish(replica, {**dict.fromkeys((1, 2, 3), prompt), 4: turn})
+    assert cached(replica) == [0, 0, 20, 28]
+
+
 def test_plans_that_are_lost_give_back_their_numbers(cache_type: CacheType) -> None:
     replica, prompt = replica_of(cache_type), list(range(13))
     replica.add(prompt, 1, max_tokens=20)

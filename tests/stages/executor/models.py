@@ -89,6 +89,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
+}
+
+ARCHITECTURES = tuple(OVERRIDES)
+
+_OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
         "q_lora_rank": 16,
         "kv_lora_rank": 16,
@@ -108,6 +113,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **_MOE,
     },
 }
+"""Models that tests of one part use."""
 
 _LATENT: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -135,8 +141,6 @@ LATENT: dict[str, dict[str, Any]] = {
     "longcat_flash": {**_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 2},
 }
 """Models with multi-head latent attention."""
-
-ARCHITECTURES = tuple(OVERRIDES)
 
 _LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 _CONV = {"layer_types": ["conv", "full_attention", "conv"]}
@@ -230,6 +234,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "attn_layer_period": 3,
         "attn_layer_offset": 1,
     },
+    "zaya": {"num_experts": 4},
     "minimax": {"layer_types": _LINEAR, "num_local_experts": 4, "block_size": 16, **_MOE},
 }
 """Models with recurrent state."""
@@ -272,9 +277,9 @@ def load(folder: Path, **settings: Any) -> Any:
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of a small model; `name` is a key of OVERRIDES, or a kind of model."""
+    """The configuration of a small model; `name` is a key of these tables, or a kind of model."""
     kind = name.removesuffix("_window")
-    own = {**OVERRIDES, **RECURRENT, **LATENT}.get(name, {})
+    own = {**OVERRIDES, **RECURRENT, **LATENT, **_OTHERS}.get(name, {})
     return CONFIG_MAPPING[kind](**{**_COMMON, **own, **changes})
 
 

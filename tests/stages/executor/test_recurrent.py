@@ -20,7 +20,7 @@ from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.states import SequenceStates
 from nano_inference.stages.executor.runner.mixers import step as mixers_step
-from nano_inference.stages.executor.runner.mixers.operators import segments_of
+from nano_inference.stages.executor.runner.state.segments import segments_of
 
 from ...soaking import in_soak
 from .lane import Answer, Lane

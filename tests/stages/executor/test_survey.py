@@ -15,7 +15,7 @@ EVERY_DAY = {
     "granitemoehybrid, attention alone": "equal",  # a class with recurrent layers, without any
     "idefics2": "equal",  # text of a model whose images are not supported
     "llama4_text, shorter than a chunk": "equal",  # a temperature by position
-    "minimax_m3_vl_text, sparse attention": "refused",  # a keyword of attention
+    "minimax_m3_vl_text, sparse attention": "equal",  # an indexer of blocks
     "nemotron": "equal",  # layers that drop keywords
 }
 

@@ -81,6 +81,19 @@ _GEMMA4_VISION = {
     "position_embedding_size": 64,
 }
 _NO_AUDIO = {"audio_config": None, "audio_token_id": 129, "video_token_id": 130}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 _GLM_VISION = {
     **_QWEN_VISION,
     "hidden_size": 32,
@@ -119,6 +132,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "num_hidden_layers": 3, "rope_parameters": _M_ROPE},
         "vision_config": {**_QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1]},
     },
+    "qwen3_5": {
+        "text_config": {**_TEXT, **_LINEAR, "rope_parameters": _M_ROPE},
+        "vision_config": _QWEN3_VISION,
+    },
+    "qwen3_5_moe": {
+        "text_config": {**_TEXT, **_LINEAR, **_EXPERTS, "rope_parameters": _M_ROPE},
+        "vision_config": _QWEN3_VISION,
+    },
     "glm4v": {
         "text_config": {**_TEXT, "rope_parameters": _M_ROPE},
         "vision_config": _GLM_VISION,
@@ -138,9 +159,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {
         "text_config": {
             **_TEXT,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
+            **_EXPERTS,
             "rope_parameters": _M_ROPE,
         },
         "vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]},
@@ -248,7 +267,9 @@ _PROCESSORS: dict[str, Any] = {
     ),
     "internvl": lambda: GotOcr2ImageProcessorPil(size=_SQUARE, min_patches=1, max_patches=4),
 }
-_PROCESSORS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PROCESSORS["qwen2_vl"])
+_PROCESSORS |= dict.fromkeys(
+    ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _PROCESSORS["qwen2_vl"]
+)
 _PROCESSORS["gemma4-causal"] = _PROCESSORS["gemma4"]
 _PROCESSORS["glm4v_moe"] = _PROCESSORS["glm4v"]
 

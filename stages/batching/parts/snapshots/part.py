@@ -31,14 +31,12 @@ class Save(NamedTuple):
         seq: Its sequence.
         num_tokens: As in StateSave.
         number: The snapshot's number.
-        generation: The allocation's when the plan was made.
         prefill: The prefill that it is of; None for one of generated tokens.
     """
 
     seq: Sequence
     num_tokens: int
     number: int
-    generation: int
     prefill: Prefill | None
 
 
@@ -83,6 +81,9 @@ class RecurrentStates(Part, States):
         # Those with which sequences are about to start: they keep their numbers until the next plan
         # is made, whose loads come before its sequences.
         self._reserved: list[bytes] = []
+        # Those whose block was evicted. The sequence that took it may start with another block of
+        # the same name, so they are dropped when the next plan begins.
+        self._orphans: list[bytes] = []
         # Snapshots that plans in flight load, and the step; 0 before it is known.
         self._loads: dict[bytes, int] = {}
         self._audit: StateSave | None = None
@@ -139,7 +140,7 @@ class RecurrentStates(Part, States):
 
     def evicted(self, block_id: int, name: bytes) -> None:
         if not self._cache.below.exists:  # it is of no use without its block
-            self.snapshots.drop(name)
+            self._orphans.append(name)
 
     def forgotten(self) -> None:
         self.snapshots.clear()
@@ -231,6 +232,9 @@ class RecurrentStates(Part, States):
     def begin(self, now_ns: int) -> None:
         self._prefills.end_expected()
         self._end_reservations()
+        for name in self._orphans:
+            self.snapshots.drop(name)
+        self._orphans.clear()
 
     def planned(self, draft: PlanDraft) -> None:
         started = {new.seq_id for new in draft.new}
@@ -260,28 +264,11 @@ class RecurrentStates(Part, States):
                 name: step for name, step in self._loads.items() if step != result.step_id
             }
         for save in self._in_flight.pop(result.step_id, ()):
-            seq, prefill = save.seq, save.prefill
-            allocation = seq.allocation
-            if prefill is not None:
-                prefill.num_in_flight -= 1
-                self._prefills.withdraw(prefill, save.num_tokens)
-                self._end_if_done(seq.seq_id, prefill)
-            is_current = allocation.generation == save.generation
-            # The executor drops rows of sequences that ended with an earlier step.
-            if seq.status is SequenceStatus.FINISHED or not (
-                is_current and self._cache.is_current(allocation)
-            ):
-                self.snapshots.give_back(save.number)
-                continue
-            name, owner = self._name(allocation, save.num_tokens), -1
-            if prefill is None and seq.status is SequenceStatus.RUNNING:
-                owner = seq.seq_id
-                before = self._own.get(owner)
-                if before is not None and self.snapshots.is_owned(before, owner):
-                    self.snapshots.drop(before)
-                self._own[owner] = name
-            if self.snapshots.keep(name, save.number, allocation.scope.adapter, owner):
-                self._cache.below.made_state(save.number, allocation)
+            if save.prefill is not None:
+                save.prefill.num_in_flight -= 1
+                self._prefills.withdraw(save.prefill, save.num_tokens)
+                self._end_if_done(save.seq.seq_id, save.prefill)
+            self._keep(save)
         return ()
 
     def lose(self) -> None:
@@ -334,10 +321,32 @@ class RecurrentStates(Part, States):
             self.snapshots.release(name)
         self._reserved.clear()
 
+    def _is_shared(self, allocation: Allocation) -> bool:
+        """Whether others may start in a state that a sequence computes: no weights, no flush and no
+        version of its adapter came since it started."""
+        return self._cache.is_current(allocation)
+
+    def _keep(self, save: Save) -> None:
+        """Let a snapshot be found whose step is back."""
+        seq, allocation = save.seq, save.seq.allocation
+        # The executor drops rows of sequences that ended with an earlier step.
+        if seq.status is SequenceStatus.FINISHED or not self._is_shared(allocation):
+            self.snapshots.give_back(save.number)
+            return
+        name, owner = self._name(allocation, save.num_tokens), -1
+        if save.prefill is None and seq.status is SequenceStatus.RUNNING:
+            owner = seq.seq_id
+            before = self._own.get(owner)
+            if before is not None and self.snapshots.is_owned(before, owner):
+                self.snapshots.drop(before)
+            self._own[owner] = name
+        if self.snapshots.keep(name, save.number, allocation.scope.adapter, owner):
+            self._cache.below.made_state(save.number, allocation)
+
     def _save_prompt(self, seq: Sequence, saves: list[Save]) -> None:
         """Save the state at the points of a prompt that a plan passes."""
         prefill = self._running[seq.seq_id]
-        is_shared = self._cache.is_current(seq.allocation)
+        is_shared = self._is_shared(seq.allocation)
         for point in self._prefills.advance(prefill, seq.num_scheduled):
             number = None
             if is_shared and self._name(seq.allocation, point) not in self.snapshots:
@@ -346,20 +355,19 @@ class RecurrentStates(Part, States):
                 self._prefills.withdraw(prefill, point)
                 continue
             prefill.num_in_flight += 1
-            saves.append(Save(seq, point, number, seq.allocation.generation, prefill))
+            saves.append(Save(seq, point, number, prefill))
         self._end_if_done(seq.seq_id, prefill)
 
     def _save_own(self, seq: Sequence, saves: list[Save]) -> None:
         """Save the state after a block of generated tokens, in place of the sequence's last one."""
-        if seq.num_drafting or not self._cache.is_current(seq.allocation):
+        if seq.num_drafting or not self._is_shared(seq.allocation):
             return
         number, before = self.snapshots.take(for_owner=True), self._own.get(seq.seq_id)
         if number is None and before is not None and self.snapshots.is_owned(before, seq.seq_id):
             self.snapshots.drop(before)
             number = self.snapshots.take(for_owner=True)
         if number is not None:
-            generation = seq.allocation.generation
-            saves.append(Save(seq, seq.num_scheduled, number, generation, None))
+            saves.append(Save(seq, seq.num_scheduled, number, None))
 
     def _end_if_done(self, seq_id: int, prefill: Prefill) -> None:
         is_planned = prefill.num_planned >= prefill.num_tokens

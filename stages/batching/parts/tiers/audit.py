@@ -88,8 +88,10 @@ class TierAudit:
             if snapshot < 0:
                 self._tiers.end_audit()
             elif self._cache.states.number_of(block.name) == block.snapshot:
-                states = {"block_id": snapshot, "other": block.snapshot, "state": True}
-                self._moves += (KVMove("compare", block.name, **states),)
+                compare = KVMove(
+                    "compare", block.name, block_id=snapshot, other=block.snapshot, state=True
+                )
+                self._moves += (compare,)
                 self._all[1].end_audit()
         self._end()
         return True
@@ -128,7 +130,8 @@ class TierAudit:
         if cache.name_of(block.block_id) != block.name:
             cache.release(computing)
             return None
-        snapshot = -1
+        # Before the number is taken for the state at the end: it may load a snapshot.
+        parts, snapshot = cache.states.sections(computing, start.cached_length), -1
         if block.snapshot >= 0:
             snapshot = cache.states.audit(AUDIT_SEQ_ID, len(block.token_ids))
             if snapshot < 0:
@@ -146,5 +149,5 @@ class TierAudit:
             sample=SequenceSpec(AUDIT_SEQ_ID, sample_index=0, seed=0),
             info=RequestInfo("", ""),
             cache_scope=block.scope,
-            parts=cache.states.sections(computing, start.cached_length),
+            parts=parts,
         )

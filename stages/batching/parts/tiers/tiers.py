@@ -513,8 +513,10 @@ class KVTiers:
             "kv_disk_total": self.capacity.disk_blocks,
         }
 
-    def _move(self, kind: MoveKind, *args: Any, **fields: Any) -> KVMove:
-        return KVMove(kind, *args, state=self._state, **fields)
+    def _move(
+        self, kind: MoveKind, name: bytes, slot: int = -1, block_id: int = -1, **fields: Any
+    ) -> KVMove:
+        return KVMove(kind, name, slot, block_id, state=self._state, **fields)
 
     def _is_known_elsewhere(self, weight_version: int, scope: CacheScope) -> bool:
         return weight_version == self.capacity.weight_version and not scope.adapter

@@ -10,6 +10,9 @@ from ..attention_options import AttentionOptions
 from ..batch import Rows
 from ..kv_cache import KVCache
 
+PREFIX = "nano_"
+"""The beginning of the names of our attention functions, all of which take latents."""
+
 Batch = TypeVar("Batch")
 
 

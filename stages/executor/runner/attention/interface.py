@@ -26,12 +26,12 @@ from ..attention_options import AttentionOptions, Span
 from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
 from ..media import LookAhead
-from .backend import QKV, AttentionBackend
+from .backend import PREFIX, QKV, AttentionBackend
 from .carried import KeywordsLost
-from .latent import PREFIX, latent_of
 
 if TYPE_CHECKING:
     from .indexers import IndexedStep
+    from .latent import LatentAttention
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
 """Transformers' names of the fields of AttentionOptions."""
@@ -155,8 +155,10 @@ class LayerProbe:
             self._refuse("its query heads don't divide evenly among its KV heads")
         if call.get("is_causal") is False:
             self._refuse(f"layer {index} looks ahead")
-        known = _IGNORED.union(_CALL, ("is_causal",), ("indices",) if self._indexed else ())
-        if self._indexed and call.get("indices") is not None and options.span != Span():
+        known = _IGNORED.union(
+            _CALL, ("is_causal",), ("indices", "block_indices") if self._indexed else ()
+        )
+        if getattr(module, "indexer", None) is not None and options.span != Span():
             self._refuse(f"layer {index} chooses tokens within a window")
         if unknown := [name for name in call.keys() - known if call[name] is not None]:
             self._refuse(
@@ -248,6 +250,12 @@ class ImageProbe(LayerProbe):
         self._refuse("tokens of images see all of their image in some layers only")
 
 
+def latent_of(module: nn.Module) -> LatentAttention | None:
+    """Return what keeps the latent of an attention module; None if it has keys and values."""
+    found: LatentAttention | None = vars(module).get("expand_kv")
+    return found
+
+
 def _empty_output(module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
     latent = latent_of(module)
     width = value.shape[-1] if latent is None else latent.value_dim
@@ -310,8 +318,8 @@ def paged_attention(
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
     options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
     chosen = None
-    if indexed_step is not None and (indices := call.get("indices")) is not None:
-        chosen = partial(indexed_step.attend_chosen, indices, layer, options)
+    if indexed_step is not None:
+        chosen = partial(indexed_step.attend_chosen, module, call, layer, options)
     states = query, key, value
     attended = attend(module, states, options, attention_backend, attention_batch, kv_cache, chosen)
     return attended, None

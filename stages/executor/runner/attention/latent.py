@@ -25,9 +25,7 @@ from torch.nn import functional as F
 
 from .....config import ModelError
 from ..adapters.table import AdaptedLinear
-
-PREFIX = "nano_"
-"""The beginning of the names of our attention functions, all of which take latents."""
+from .backend import PREFIX
 
 MultiplyHeads = Callable[[Tensor, Tensor, Tensor], None]
 """As `AttentionBackend.multiply_heads`."""
@@ -146,12 +144,6 @@ class LatentAttention:
                 yield index, a, by_head.transpose(0, 1)
 
 
-def latent_of(module: nn.Module) -> LatentAttention | None:
-    """Return what keeps the latent of an attention module; None if it has keys and values."""
-    found: LatentAttention | None = vars(module).get("expand_kv")
-    return found
-
-
 def keep_latents(module: nn.Module, *, wanted: bool) -> str:
     """Let the MLA modules of a model leave their latents to our attention functions.
 
@@ -170,7 +162,7 @@ def keep_latents(module: nn.Module, *, wanted: bool) -> str:
         if not all(hasattr(part, name) for name in (*_PARTS, *_WIDTHS)):
             continue
         why = _why_not(part) if wanted else "engine.latent_attention is off"
-        if not why and latent_of(part) is None:
+        if not why and "expand_kv" not in vars(part):
             part.expand_kv = LatentAttention(part)  # type: ignore[assignment]
         if why or not result:
             result = why or "in use"

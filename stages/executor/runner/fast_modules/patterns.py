@@ -162,6 +162,8 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
         return None
     if index in model.shares_kv:
         return None  # a module hands keys and values to another
+    if getattr(module, "indexer", None) is not None:
+        return None
     index = model.index_of[index]
     spec, options = model.layers[index], model.attention_options[index]
     if spec.key_dim % 32:

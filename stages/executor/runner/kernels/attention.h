@@ -217,7 +217,8 @@ static long together(const Attention *a, long row, long rows, const int64_t *tab
 // The number of heads that share a KV head and are computed together: all, unless threads would be
 // idle. It doesn't affect a row's bits.
 INLINE long heads_together(const Attention *a, long tiles) {
-    const long items = tiles * a->kv_heads, threads = omp_get_num_threads();
+    const long items = larger(tiles * a->kv_heads, 1);  // a step may read no row
+    const long threads = omp_get_num_threads();
     const long parts = (threads + items - 1) / items;
     return (a->group + parts * GRAIN - 1) / (parts * GRAIN) * GRAIN;
 }

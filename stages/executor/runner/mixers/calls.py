@@ -6,6 +6,7 @@ Each function has Transformers' name and arguments, and its first argument gives
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..fixed_tiles import elementwise
-from .operators import Operators, Segments
+from ..state.segments import Segments
+from .operators import Operators
 
 
 class Pass(Protocol):
@@ -177,5 +179,57 @@ def lightning_attention(
     return module.out_proj(F.sigmoid(module.output_gate(hidden_states)) * output), None
 
 
-PASSES: dict[str, Callable[..., Any]] = {"LightningAttention": lightning_attention}
+def convolved_projection(
+    mixer: Pass, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pass of ZAYA's projection: two convolutions over queries and keys, and half of the values
+    from the token before. No sum is over tokens, so it is computed for all at once."""
+    module = mixer.module
+    shape = (*hidden_states.shape[:2], -1, module.head_dim)
+    queries, keys = module.q_proj(hidden_states), module.k_proj(hidden_states)
+    few = keys.view(shape).repeat_interleave(module.num_key_value_groups, dim=2)
+    query_rest = (queries.view(shape) + few) * 0.5
+    grouped = (*hidden_states.shape[:2], -1, module.num_key_value_groups, module.head_dim)
+    key_rest = query_rest.view(grouped).mean(dim=-2)
+    history = _histories(mixer, torch.cat((queries, keys), dim=-1)[0], module.conv_kernel_size)
+    deep, wide = module.conv_qk_depthwise, module.conv_qk_grouped
+    span = history.shape[1] - module.depthwise_kernel_size + 1
+    taps = (
+        history[:, tap : tap + span] * deep.weight[:, 0, tap]
+        for tap in range(module.depthwise_kernel_size)
+    )
+    mixed = reduce(torch.add, taps) + deep.bias
+    parts = zip(
+        mixed.unflatten(2, (wide.groups, -1)).unbind(2),
+        wide.weight.unflatten(0, (wide.groups, -1)),
+        wide.bias.unflatten(0, (wide.groups, -1)),
+        strict=True,
+    )
+    found = torch.cat(
+        [F.linear(rows.mT.flatten(1), weight.flatten(1), bias) for rows, weight, bias in parts],
+        dim=-1,
+    )
+    query, key = torch.tensor_split(found, [queries.shape[-1]], dim=-1)
+    before = _histories(mixer, hidden_states[0], 1)[None, :, 0]
+    value = torch.cat((module.v_proj_current(hidden_states), module.v_proj_delayed(before)), -1)
+    return query.view(shape) + query_rest, key.view(shape) + key_rest, value.view(shape)
+
+
+def _histories(mixer: Pass, rows: Tensor, span: int) -> Tensor:
+    """Return each token with the `span` tokens before it, `[tokens, span + 1, width]`, zeros before
+    the first."""
+    state = mixer.state((span, rows.shape[1]), rows.dtype)
+    found = rows.new_empty(rows.shape[0], span + 1, rows.shape[1])
+    for first, end, slot, save in mixer.segments.each():
+        seen = torch.cat((state[slot], rows[first:end]))
+        found[first:end] = seen.unfold(0, span + 1, 1).mT
+        for target in (slot, save)[: 1 + (save >= 0)]:
+            state[target] = seen[end - first :]
+    return found
+
+
+PASSES: dict[str, Callable[..., Any]] = {
+    "LightningAttention": lightning_attention,
+    "CCAProjection": convolved_projection,
+}
 """Passes of whole modules, by the end of the class's name in Transformers."""

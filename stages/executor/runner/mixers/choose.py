@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.compile import KernelsUnavailable
-from .operators import Operators, Segments
+from ..state.segments import Segments
+from .operators import Operators
 from .reference import ReferenceOperators
 
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 1e-5}

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ..state.kinds import StateTensor
+from ..state.segments import Segments
 from .calls import CALLS, PASSES
-from .operators import Operators, Segments
+from .operators import Operators
 from .reference import ReferenceOperators
 
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"

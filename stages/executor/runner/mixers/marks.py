@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-MARKS = ("causal_conv1d_fn", "LightningAttention")
+MARKS = ("causal_conv1d_fn", "LightningAttention", "CCAProjection")
 """Ends of names, one of which each of these files defines."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ..fixed_tiles import elementwise
-from .operators import Segments
+from ..state.segments import Segments
 
 
 class ReferenceOperators:

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from ..batch import IntArray, Rows
+from ..state.segments import Segments, segments_of
 from .find import Mixers
-from .operators import Segments, segments_of
 
 
 class StateStep(msgspec.Struct, frozen=True):

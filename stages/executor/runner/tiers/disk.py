@@ -55,8 +55,8 @@ class DiskTier:
         self.num_blocks = places_within(kind.part_of(config.kv_disk_bytes), size)
         if not self.num_blocks:
             raise kind.too_small("kv_disk_bytes", config.kv_disk_bytes)
-        folder = beside._folder if beside is not None else None
-        self._folder = BlockFolder(
+        folder: BlockFolder | None = beside._folder if beside is not None else None
+        self._folder: BlockFolder = BlockFolder(
             Path(config.kv_disk_path),
             layout,
             size,

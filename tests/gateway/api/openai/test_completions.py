@@ -133,6 +133,12 @@ async def test_the_models(http: Client) -> None:
     assert (await http.get("/version")).json()["version"]
 
 
+async def test_models_have_the_bytes_of_a_sequences_recurrent_state(http: Client) -> None:
+    http.engine.stage_reports = [report(stage="executor", load={"state_bytes": 2048})]
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert model["state_bytes"] == 2048
+
+
 async def test_models_name_the_owners_of_experts(http: Client) -> None:
     http.engine.stage_reports = [report(stage="executor", load={"expert_owners": "1,0,0,1"})]
     (model,) = (await http.get("/v1/models")).json()["data"]

@@ -77,6 +77,7 @@ def test_a_token_keeps_the_latent_and_the_shared_key_once() -> None:
     assert expanded.latent_attention == "engine.latent_attention is off"
     cache = lane_of(latent).core.cache
     assert [tuple(each.shape[2:]) for each in cache.in_blocks] == 2 * [(1, 48)]
+    assert cache.token_bytes == block_bytes(latent, 1)
     layouts = {BlockLayout.of(model, cache).digest for model in (latent, expanded)}
     assert len(layouts) == 2
 

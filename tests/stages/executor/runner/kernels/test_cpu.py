@@ -24,6 +24,7 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     TILES,
 )
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind, PagedAttention
+from nano_inference.stages.executor.runner.kernels.heads import head_products
 from nano_inference.stages.executor.runner.linear.dense import pack_dense
 
 from .....soaking import in_soak
@@ -334,12 +335,12 @@ def test_each_head_s_products(dtype: torch.dtype, inputs: int, outputs: int, acr
     for count in (1, 2, 3, 7, 70):
         rows = randn(dtype, count, 3, inputs + 2, seed=2)[..., 2:]
         out = torch.zeros(count, 3, outputs + 4, dtype=dtype)
-        cpu.head_products(rows, matrices, out[..., 4:])
+        head_products(rows, matrices, out[..., 4:])
         wanted = torch.einsum("thi,hio->tho", rows.double(), matrices.double())
         assert_close(out[..., 4:], wanted)
         assert not out[..., :4].any()
         alone = torch.empty(1, 3, outputs, dtype=dtype)
-        cpu.head_products(rows[-1:], matrices, alone)
+        head_products(rows[-1:], matrices, alone)
         assert torch.equal(alone[0], out[-1, :, 4:])
 
 
@@ -347,9 +348,9 @@ def test_products_of_another_layout_or_dtype_are_refused(dtype: torch.dtype) -> 
     rows, out = torch.zeros(2, 3, 4, dtype=dtype), torch.zeros(2, 3, 4, dtype=dtype)
     matrices = torch.zeros(3, 4, 8, dtype=dtype)
     with pytest.raises(ValueError, match="matrices of"):
-        cpu.head_products(rows, matrices[..., ::2], out)
+        head_products(rows, matrices[..., ::2], out)
     with pytest.raises(ValueError, match="rows and"):
-        cpu.head_products(rows.double(), matrices[..., :4].contiguous(), out)
+        head_products(rows.double(), matrices[..., :4].contiguous(), out)
 
 
 def test_stored_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:

@@ -15,8 +15,9 @@ from nano_inference.stages.executor.runner.kernels import mixers
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable, Library
 from nano_inference.stages.executor.runner.kernels.mixers import KernelOperators
 from nano_inference.stages.executor.runner.mixers.choose import choose_operators
-from nano_inference.stages.executor.runner.mixers.operators import Operators, Segments
+from nano_inference.stages.executor.runner.mixers.operators import Operators
 from nano_inference.stages.executor.runner.mixers.reference import ReferenceOperators
+from nano_inference.stages.executor.runner.state.segments import Segments
 
 TOLERANCES = {torch.bfloat16: 2.0**-7, torch.float32: 1e-5}
 TOKENS, SLOTS = 77, 9

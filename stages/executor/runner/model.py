@@ -368,15 +368,20 @@ def _probe_layers(
     positions = torch.arange(2, device=device)[None]
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
-    call["logits_to_keep"] = positions[0]
+    call["logits_to_keep"] = positions[0, 1:]
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():
                 try:
-                    module(input_ids=tokens, **call)
+                    output = module(input_ids=tokens, **call)
                 except KeywordsLost as lost:
                     carry_keywords(module, lost.layer)
-                    module(input_ids=tokens, **call)
+                    output = module(input_ids=tokens, **call)
+            if "logits" in output and output.logits.shape[1] != 1:
+                raise ModelError(
+                    f"{name} can't be served: it returns logits of all tokens, where those of some "
+                    "are asked for (logits_to_keep); choose another model"
+                )
         else:
             hidden = pipeline.empty_states(2, device)[None].zero_()
             output = pipeline.run(module, tokens, hidden, call)

@@ -1,6 +1,6 @@
 """Measures a hybrid model beside other engines, and its decode's share of the memory bandwidth.
 
-    python benchmarks/recurrent.py [--workloads W1-short,W2] [--peers transformers,llamacpp]
+    python benchmarks/recurrent.py [--workloads W1-short,W2-short] [--peers transformers,llamacpp]
         [--repeat 3] [--threads N] [--python llamacpp=PATH] [--folder DIR] [--json FILE]
 
 The model has the shape Q of `workloads.py`, three layers of Gated DeltaNet for each attention
@@ -66,7 +66,7 @@ def shares(
 def main() -> None:
     parser = options(
         __doc__,
-        workloads=["W1-short", "W2"],
+        workloads=["W1-short", "W2-short"],
         peers=["transformers", "llamacpp"],
         repeat=3,
         threads=os.cpu_count() or 1,

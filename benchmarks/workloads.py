@@ -91,6 +91,7 @@ WORKLOADS = {
     "W1": Workload(1, 128, 128, (64, 64)),
     "W1-short": Workload(1, 128, 128, (16, 16)),
     "W2": Workload(16, 128, 128, (64, 64)),
+    "W2-short": Workload(16, 128, 128, (16, 16)),
     "W3": Workload(4, 256, 256, (32, 32), samples=8, temperature=1.0),
     "W4": Workload(64, 32, 512, (16, 128), rate=1.0),
     "W5": Workload(32, 64, 64, (32, 32), common=1024),

@@ -113,7 +113,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 def test_bits_are_the_same_from_disk_after_a_kill(
     tmp_path: Path, computed: list[tuple[Any, ...]]
 ) -> None:
@@ -189,7 +189,7 @@ async def test_a_handed_over_sequence_has_the_same_bits(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a failure of batching or an executor."""
-    asked = bodies(8)
+    asked = bodies(5)
     config = make_config(
         engine__model_path=str(hybrid_model.folder()),
         engine__dtype="float32",

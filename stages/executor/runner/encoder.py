@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,40 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ....config import ModelError
+from ....config import EngineConfig, ModelError
 from .batch import IntArray
-from .loaded_model import LoadedModel
+from .loaded_model import Dtypes, LoadedModel
 
 _MOST_PADDING = 8
 """At most one in this many tokens of a pass is padding."""
 
 _PADDED = (3, 24, 96)
 """Prompt lengths at which the effect of padding is tested."""
+
+
+def wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
+    """Wrap an encoder. Raises ModelError if deterministic mode is required."""
+    if config.deterministic is True:
+        raise ModelError(
+            f"deterministic mode is for models that generate, and {type(module).__name__} makes "
+            "embeddings; set deterministic to false"
+        )
+    hf_config: PreTrainedConfig = module.config
+    weight = module.get_input_embeddings().weight
+    # A prompt must fit a step.
+    most = min(config.max_model_len, config.max_tokens_per_batch)
+    model = LoadedModel(
+        module=module.eval(),
+        hf_config=hf_config,
+        device=weight.device,
+        dtypes=Dtypes.of(weight.dtype),
+        max_model_len=min(most, longest_prompt(module, hf_config, most)),
+        vocab_size=weight.shape[0],
+        layers=(),
+        generates=False,
+        is_encoder=True,
+    )
+    return replace(model, may_pad=not padding_shows(model))
 
 
 @torch.inference_mode()

@@ -13,10 +13,9 @@ from transformers import PreTrainedConfig
 
 from .attention_options import AttentionOptions, Span
 from .shards import ShardedWeights
-from .state.kinds import LayerState, StateTensor
+from .state.kinds import IndexKeys, LayerState, StateTensor
 
 if TYPE_CHECKING:
-    from .attention.indexers import IndexKeys
     from .media import MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +24,13 @@ from transformers.models.auto.modeling_auto import (
 
 from ....config import EngineConfig, ModelError, missing_model
 from ....text.context_length import longest_context
-from ....text.gguf_facts import LINK, facts_of
+from ....text.gguf_facts import LINK
 from ....text.model_folder import folder_of
 from ....text.pooling_config import embeds_only
 from .attention.carried import KeywordsLost, carry_keywords
 from .attention.interface import (
     IMPLEMENTATION,
     PROBING,
-    ImageProbe,
     LayerProbe,
     register_attention,
 )
@@ -50,10 +46,10 @@ from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
-    from .attention.indexers import IndexKeys
-    from .media import LookAhead, MediaEncoder
+    from .media import MediaEncoder
     from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
+    from .state.kinds import IndexKeys
 
 
 def prepare_loading() -> None:
@@ -100,10 +96,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     # Loading leaves unused memory behind; after a GGUF file as much as the model.
     trim(torch.device("cpu"))
     if without_output:
-        from .encoder import looks_ahead
+        from .encoder import looks_ahead, wrap_encoder
 
         if looks_ahead(module, device):
-            return _wrap_encoder(module, config)
+            return wrap_encoder(module, config)
     processor = None
     if not without_output and hf_config.model_type in SUPPORTED:
         from .vision import find_image_processor
@@ -116,32 +112,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
         latent_attention=config.latent_attention,
     )
     return replace(model, is_shared=False)
-
-
-def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
-    from .encoder import longest_prompt, padding_shows
-
-    if config.deterministic is True:
-        raise ModelError(
-            f"deterministic mode is for models that generate, and {type(module).__name__} makes "
-            "embeddings; set deterministic to false"
-        )
-    hf_config: PreTrainedConfig = module.config
-    weight = module.get_input_embeddings().weight
-    # A prompt must fit a step.
-    most = min(config.max_model_len, config.max_tokens_per_batch)
-    model = LoadedModel(
-        module=module.eval(),
-        hf_config=hf_config,
-        device=weight.device,
-        dtypes=Dtypes.of(weight.dtype),
-        max_model_len=min(most, longest_prompt(module, hf_config, most)),
-        vocab_size=weight.shape[0],
-        layers=(),
-        generates=False,
-        is_encoder=True,
-    )
-    return replace(model, may_pad=not padding_shows(model))
 
 
 def wrap_model(
@@ -191,9 +161,9 @@ def wrap_model(
     indices = probe.finish(own, others=mixers is not None and generates)
     encoders: tuple[MediaEncoder, ...] = ()
     if image_processor is not None:
-        from .vision import VisionModel
+        from .vision import VisionModel, look_ahead
 
-        encoders = (VisionModel(module, image_processor, _look_ahead(module)),)
+        encoders = (VisionModel(module, image_processor, look_ahead(module)),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     provide_lengths(module)
     return LoadedModel(
@@ -279,10 +249,11 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
         elif type(hf_config) not in mapping:
             raise ModelError(f"{kind} is not a causal language model; choose one that is")
         model_class = _class_of(mapping, hf_config)
-    text = hf_config.get_text_config()
+    text, text_class = hf_config.get_text_config(), model_class
     if text is not hf_config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        check_architecture(text, _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, text))
-    if has_mixers(model_class):
+        text_class = _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, text)
+        check_architecture(text, text_class)
+    if has_mixers(model_class) or has_mixers(text_class):
         return  # only the model shows whether its layers can be taken
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(
@@ -313,14 +284,17 @@ def _load_weights(
     if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
-    if is_gguf := (folder / LINK).is_file():
-        _check_gguf_holds(folder, hf_config, auto)
-        options |= _gguf_options(hf_config)
+    progress = counted_progress
+    if (folder / LINK).is_file():
+        from .gguf_loading import check_parameters, options_of, progress
+
+        check_parameters(folder, hf_config, auto)
+        options |= options_of(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
     else:
         tensor_files(folder)
     try:
-        with counted_progress(), _no_gguf_bar() if is_gguf else nullcontext():
+        with progress():
             loaded: Any = auto.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -337,55 +311,6 @@ def _load_weights(
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
     return frozen
-
-
-def _check_gguf_holds(folder: Path, hf_config: PreTrainedConfig, auto: Any) -> None:
-    """Check that a GGUF file has roughly the parameters of the model that its header describes.
-
-    Otherwise missing tensors would be allocated at random before the refusal. If less than half is
-    missing, loading names the tensors.
-    """
-    with torch.device("meta"):
-        module: nn.Module = auto.from_config(hf_config)
-    wanted = sum(parameter.numel() for parameter in module.parameters())
-    facts = facts_of(folder)
-    if facts is not None and wanted > 2 * facts.num_parameters:
-        raise ModelError(
-            f"{facts.file} describes a model of {wanted} parameters, and its tensors have "
-            f"{facts.num_parameters}; copy or convert it again"
-        )
-
-
-def _gguf_options(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    from ....text.gguf import require_packages
-
-    require_packages()
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        raise ModelError(
-            "this version of Transformers is too old for GGUF files; "
-            "pip install 'nano-inference[gguf]'"
-        ) from None
-    # Passing the configuration saves one read of the file's long header.
-    return {
-        "gguf_file": LINK,
-        "config": hf_config,
-        "quantization_config": GgufConfig(dequantize=True),
-    }
-
-
-@contextmanager
-def _no_gguf_bar() -> Iterator[None]:
-    """Disable the progress bar of Transformers' GGUF loader, which has no setting."""
-    from transformers import modeling_gguf_pytorch_utils
-
-    loader: Any = modeling_gguf_pytorch_utils
-    bar, loader.tqdm = loader.tqdm, partial(loader.tqdm, disable=True)
-    try:
-        yield
-    finally:
-        loader.tqdm = bar
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
@@ -443,15 +368,20 @@ def _probe_layers(
     positions = torch.arange(2, device=device)[None]
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
-    call["logits_to_keep"] = positions[0]
+    call["logits_to_keep"] = positions[0, 1:]
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():
                 try:
-                    module(input_ids=tokens, **call)
+                    output = module(input_ids=tokens, **call)
                 except KeywordsLost as lost:
                     carry_keywords(module, lost.layer)
-                    module(input_ids=tokens, **call)
+                    output = module(input_ids=tokens, **call)
+            if "logits" in output and output.logits.shape[1] != 1:
+                raise ModelError(
+                    f"{name} can't be served: it returns logits of all tokens, where those of some "
+                    "are asked for (logits_to_keep); choose another model"
+                )
         else:
             hidden = pipeline.empty_states(2, device)[None].zero_()
             output = pipeline.run(module, tokens, hidden, call)
@@ -462,32 +392,6 @@ def _probe_layers(
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
     return probe
-
-
-@torch.no_grad()
-def _look_ahead(module: Any) -> LookAhead:
-    """Return the layers in which the tokens of an image attend to each other in both directions.
-
-    Raises:
-        ModelError: Its masks over images are of another kind.
-    """
-    takes = inspect.signature(module.forward).parameters
-    marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
-    # Marks of tokens are for positions in models that have such.
-    if not marks or hasattr(module.base_model, "get_rope_index"):
-        return "nowhere"
-    name = type(module).__name__
-    kinds = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0]], device=module.device)
-    probe = ImageProbe(name, kinds[0].cpu())
-    call = {marks[0]: kinds, "use_cache": False, "layer_probe": probe}
-    call["logits_to_keep"] = torch.arange(kinds.shape[1], device=module.device)
-    try:
-        module(input_ids=torch.zeros_like(kinds), **call)
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
-    return probe.look_ahead()
 
 
 def _first_line(error: Exception) -> str:

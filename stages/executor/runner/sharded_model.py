@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from ....config import EngineConfig, ModelError, WeightsError
@@ -283,7 +283,7 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
     own: dict[str, Any] = {}
     for path, child in module.named_modules():
         # The language part of a model with images may have settings that the whole lacks.
-        is_model = hasattr(child, "_init_weights")
+        is_model = isinstance(child, PreTrainedModel)
         own[path] = owner = child if is_model else own[path.rpartition(".")[0]]
         # Models set buffers of their layers.
         if child._buffers or is_model:

@@ -17,6 +17,7 @@ from transformers import AutoImageProcessor
 from ....bus.media import MediaItem
 from ....config import ModelError
 from ....store.images import StoredImage
+from .attention.interface import ImageProbe
 from .deepstack import accept_deep_features, deep_features, num_deep_layers
 from .media import LookAhead, MediaError, Positions
 
@@ -43,6 +44,32 @@ def find_image_processor(folder: Path) -> Any | None:
         return auto.from_pretrained(folder, backend="pil", local_files_only=True)
     except Exception as error:
         raise ModelError(f"can't load the image processor in {folder}: {error!s:.300}") from error
+
+
+@torch.no_grad()
+def look_ahead(module: Any) -> LookAhead:
+    """Return the layers in which the tokens of an image attend to each other in both directions.
+
+    Raises:
+        ModelError: Its masks over images are of another kind.
+    """
+    takes = inspect.signature(module.forward).parameters
+    marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
+    # Marks of tokens are for positions in models that have such.
+    if not marks or hasattr(module.base_model, "get_rope_index"):
+        return "nowhere"
+    name = type(module).__name__
+    kinds = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0]], device=module.device)
+    probe = ImageProbe(name, kinds[0].cpu())
+    call = {marks[0]: kinds, "use_cache": False, "layer_probe": probe}
+    call["logits_to_keep"] = torch.arange(kinds.shape[1], device=module.device)
+    try:
+        module(input_ids=torch.zeros_like(kinds), **call)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{name} can't be served: {error!s:.300}") from error
+    return probe.look_ahead()
 
 
 class VisionModel:

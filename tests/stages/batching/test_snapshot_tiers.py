@@ -283,6 +283,7 @@ def test_whatever_happens_sequences_start_in_the_state_of_their_tokens(seed: int
                 case _:
                     replica.core.resume_sequences(list(range(30)))
         replica.check()
+    settle(replica)  # some pause only then
     replica.core.resume_sequences([*replica.core.index])
     settle(replica)
     assert not replica.core.index, "a sequence waits for ever"

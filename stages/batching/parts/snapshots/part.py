@@ -81,6 +81,9 @@ class RecurrentStates(Part, States):
         # Those with which sequences are about to start: they keep their numbers until the next plan
         # is made, whose loads come before its sequences.
         self._reserved: list[bytes] = []
+        # Those whose block was evicted. The sequence that took it may start with another block of
+        # the same name, so they are dropped when the next plan begins.
+        self._orphans: list[bytes] = []
         # Snapshots that plans in flight load, and the step; 0 before it is known.
         self._loads: dict[bytes, int] = {}
         self._audit: StateSave | None = None
@@ -137,7 +140,7 @@ class RecurrentStates(Part, States):
 
     def evicted(self, block_id: int, name: bytes) -> None:
         if not self._cache.below.exists:  # it is of no use without its block
-            self.snapshots.drop(name)
+            self._orphans.append(name)
 
     def forgotten(self) -> None:
         self.snapshots.clear()
@@ -229,6 +232,9 @@ class RecurrentStates(Part, States):
     def begin(self, now_ns: int) -> None:
         self._prefills.end_expected()
         self._end_reservations()
+        for name in self._orphans:
+            self.snapshots.drop(name)
+        self._orphans.clear()
 
     def planned(self, draft: PlanDraft) -> None:
         started = {new.seq_id for new in draft.new}

@@ -29,28 +29,12 @@ from .....config import ModelError
 from ..attention_options import AttentionOptions, Span
 from ..batch import IntArray, Rows
 from ..kv_cache import KVCache
-from ..state.kinds import StateTensor
-from .backend import QKV
+from ..state.kinds import IndexKeys
+from .backend import PREFIX, QKV
 from .gather import soft_cap, softmax, visible
-from .latent import PREFIX
 
 _MOST_SCORES = 1 << 25
 """Scores of an indexer in memory at a time (float32: 128 MiB)."""
-
-
-class IndexKeys(msgspec.Struct, frozen=True):
-    """The keys of one layer's indexer.
-
-    Attributes:
-        layer: The `layer_idx`.
-        width: Numbers of a token.
-    """
-
-    layer: int
-    width: int
-
-    def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        return (StateTensor((self.width,), dtype, True),)
 
 
 class IndexedStep:

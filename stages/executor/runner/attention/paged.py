@@ -1,21 +1,17 @@
 """Attention by a kernel that reads the paged cache in place, for rows of one token.
 
 On the CPU the kernel is `cpu.c`'s. On CUDA it is `kernels.triton_decode`; longer rows are gathered
-(`gather.PrefillRow`), or joined in one call of PyTorch's flash attention if they are whole prompts:
-one by one, many short prompts would keep the host busy and the device waiting.
+(`gather.PrefillRow`), or joined if they are whole prompts (`whole_prompts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from ..attention_options import AttentionOptions, Span
 from ..batch import DecodeRows, Rows
@@ -32,6 +28,9 @@ from .gather import (
     prefill_rows,
 )
 
+if TYPE_CHECKING:
+    from .whole_prompts import WholePrompts
+
 
 class ReadRows(msgspec.Struct, frozen=True):
     """The tokens whose last hidden states are read.
@@ -43,80 +42,6 @@ class ReadRows(msgspec.Struct, frozen=True):
 
     index: Tensor
     rows: DecodeRows
-
-
-class WholePrompts(msgspec.Struct, frozen=True):
-    """Adjacent rows that start their sequences, and see all tokens before them.
-
-    Attributes:
-        start: First token of the rows in the batch.
-        stop: One past their last.
-        offsets: `[rows + 1]` int32, each row's first token from `start` on, and the end.
-        longest: Tokens of the longest row.
-    """
-
-    start: int
-    stop: int
-    offsets: Tensor
-    longest: int
-
-    def attend(self, _cache: KVCache, _layer: int, qkv: QKV, options: AttentionOptions) -> Tensor:
-        """Compute these rows, `[tokens, heads, value_dim]`."""
-        tokens = slice(self.start, self.stop)
-        queries = qkv[0][tokens]
-        # Not all versions of varlen_attn let query heads share a KV head.
-        keys, values = (_repeated(part[tokens], queries.shape[1]) for part in qkv[1:])
-        limits = self.offsets, self.offsets, self.longest, self.longest
-        output = varlen_attn(
-            queries, keys, values, *limits, scale=options.scale, window_size=(-1, 0)
-        )
-        assert isinstance(output, Tensor)
-        return output
-
-
-def can_join_prompts(model: LoadedModel) -> bool:
-    """Return whether the device's flash attention computes all layers of a model."""
-    if model.device.type != "cuda" or torch.version.hip:
-        return False
-    if model.dtypes.activations not in (torch.float16, torch.bfloat16):
-        return False
-    if torch.cuda.get_device_capability(model.device) < (8, 0):
-        return False
-    plain = all(each.softcap is None and each.sinks is None for each in model.attention_options)
-    return plain and all(
-        layer.key_dim == layer.value_dim and layer.key_dim % 8 == 0 and layer.key_dim <= 256
-        for layer in model.layers
-    )
-
-
-def join_prompts(
-    layout: Sequence[PrefillRow], contexts: Tensor
-) -> Iterator[PrefillRow | WholePrompts]:
-    """Replace adjacent whole prompts of a layout by one entry.
-
-    Args:
-        layout: Rows after those of one token.
-        contexts: `[rows]`, their contexts, on the device: of a whole prompt, its length.
-    """
-    row = 0
-    for whole, group in groupby(layout, lambda each: each.index is None and each.mask is None):
-        rows = list(group)
-        if whole and len(rows) > 1:
-            ends = contexts[row : row + len(rows)].cumsum(0)
-            offsets = F.pad(ends, (1, 0)).to(torch.int32)
-            longest = max(each.stop - each.start for each in rows)
-            yield WholePrompts(rows[0].start, rows[-1].stop, offsets, longest)
-        else:
-            yield from rows
-        row += len(rows)
-
-
-def _repeated(part: Tensor, heads: int) -> Tensor:
-    """`[tokens, kv_heads, dim]` to `[tokens, heads, dim]`."""
-    tokens, kv_heads, dim = part.shape
-    if kv_heads == heads:
-        return part
-    return part[:, :, None].expand(-1, -1, heads // kv_heads, -1).reshape(tokens, heads, dim)
 
 
 class PagedBatch(msgspec.Struct, frozen=True):
@@ -144,7 +69,11 @@ class PagedBackend:
     def __init__(self, model: LoadedModel, block_size: int, kernel: DecodeKernel) -> None:
         """For the layers of a model, and a kernel."""
         self._kinds = layer_kinds(model)
-        self._joins_prompts = can_join_prompts(model)
+        self._join: Callable[..., Iterator[PrefillRow | WholePrompts]] | None = None
+        if model.device.type == "cuda":
+            from .whole_prompts import can_join_prompts, join_prompts
+
+            self._join = join_prompts if can_join_prompts(model) else None
         self._block_size = block_size
         self._kernel = kernel
 
@@ -155,9 +84,9 @@ class PagedBackend:
 
         def layout(span: Span, heads: int) -> tuple[PrefillRow | WholePrompts, ...]:
             found = (*prefill_rows(rows, tables, span, heads, self._block_size),)
-            if not self._joins_prompts:
+            if self._join is None:
                 return found
-            return (*join_prompts(found, contexts[rows.num_decodes :]),)
+            return (*self._join(found, contexts[rows.num_decodes :]),)
 
         return PagedBatch(slots, decodes, for_each_kind(self._kinds, rows, layout))
 

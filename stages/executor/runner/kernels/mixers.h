@@ -270,6 +270,7 @@ static void mix_by_team(const DeltaMixer *m, const number *projected, long strid
 
 void mix(const DeltaMixer *m, const number *projected, long stride, long rows, number *out,
          void *memory, const Segments *s) {
-#pragma omp parallel
+    const long work = rows * m->recurrence.heads * m->recurrence.key_width;
+#pragma omp parallel if (work * m->recurrence.value_width > PARALLEL_WORK)
     mix_by_team(m, projected, stride, rows, out, memory, s);
 }

@@ -12,11 +12,13 @@ from ctypes import c_float, c_long, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ..batch import IntArray
 from ..fixed_tiles import elementwise
 from . import cpu
 from .compile import digest_of
@@ -130,6 +132,7 @@ class KernelOperators:
         self.code = digest_of(self._library).hex()[:16]
         self._dtype = dtype
         self._segments: Segments | None = None
+        self._columns: list[IntArray] = []
         self._run = _Segments()
 
     def segments_at(self, segments: Segments) -> int:
@@ -137,10 +140,9 @@ class KernelOperators:
         if self._segments is not segments:
             self._segments = segments
             columns = segments.first, segments.count, segments.slot, segments.save
-            for name, column in zip(("first", "count", "slot", "save"), columns, strict=True):
-                assert column.flags.c_contiguous
-                setattr(self._run, name, column.ctypes.data)
-            self._run.segments = len(segments.first)
+            self._columns = [np.ascontiguousarray(each, np.int64) for each in columns]
+            addresses = (each.ctypes.data for each in self._columns)
+            self._run = _Segments(*addresses, len(self._columns[0]))
         return ctypes.addressof(self._run)
 
     def conv(

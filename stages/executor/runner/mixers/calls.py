@@ -209,7 +209,7 @@ def convolved_projection(
         [F.linear(rows.mT.flatten(1), weight.flatten(1), bias) for rows, weight, bias in parts],
         dim=-1,
     )
-    query, key = found.split((queries.shape[-1], keys.shape[-1]), dim=-1)
+    query, key = torch.tensor_split(found, [queries.shape[-1]], dim=-1)
     before = _histories(mixer, hidden_states[0], 1)[None, :, 0]
     value = torch.cat((module.v_proj_current(hidden_states), module.v_proj_delayed(before)), -1)
     return query.view(shape) + query_rest, key.view(shape) + key_rest, value.view(shape)

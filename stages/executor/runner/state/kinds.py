@@ -42,6 +42,22 @@ class LayerState(Protocol):
         """
 
 
+class IndexKeys(msgspec.Struct, frozen=True):
+    """The keys of one attention layer's indexer, which chooses the tokens that a query sees.
+
+    Attributes:
+        layer: The `layer_idx`.
+        width: Numbers of a token.
+    """
+
+    layer: int
+    width: int
+
+    def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """Return the state: a key of each token."""
+        return (StateTensor((self.width,), dtype, True),)
+
+
 def token_bytes(tensors: Iterable[StateTensor]) -> int:
     """Return the bytes of one token."""
     return sum(each.num_bytes for each in tensors if each.per_token)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from nano_inference.config import EngineConfig
-from nano_inference.stages.executor.runner.comparison import _stepwise
+from nano_inference.stages.executor.runner.comparison import _sequences, _stepwise
 from nano_inference.stages.executor.runner.fast_modules.decoder import DecoderLayers
 from nano_inference.stages.executor.runner.interface import ModelRunner, make_runner
 from nano_inference.stages.executor.runner.model import wrap_model
@@ -49,12 +49,13 @@ def hybrid(dtype: torch.dtype, **changes: Any) -> Any:
 
 
 def runner_of(model: Any) -> ModelRunner:
-    config = EngineConfig(max_model_len=64, max_batch_size=2, block_size=4)
-    return make_runner(config, wrap_model(model, 64), 2 * 16)
+    count = len(_sequences())
+    config = EngineConfig(max_model_len=64, max_batch_size=count, block_size=4)
+    return make_runner(config, wrap_model(model, 64), count * 16)
 
 
 def logits_of(runner: ModelRunner, *, alone: bool = False) -> list[Tensor]:
-    """Logits of two sequences in steps that cut them in several ways."""
+    """Logits of sequences in steps that cut them in several ways."""
     assert runner.determinism is not None
     assert runner.fast_modules is not None
     with runner.determinism.tiles, runner.fast_modules.active(alone=alone):

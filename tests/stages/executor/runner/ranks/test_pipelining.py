@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from nano_inference.config import ConfigError, EngineConfig, ModelError
 from nano_inference.stages.executor.runner.comparison import compare_shards
@@ -198,7 +198,10 @@ def test_layers_that_take_more_than_hidden_states_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some models' layers get the embedding again, beside the states of the layer before."""
-    forward = LlamaModel.forward
+    forward, layer_forward = LlamaModel.forward, LlamaDecoderLayer.forward
+
+    def takes_embedding(self: Any, *args: Any, embedding: Any = None, **call: Any) -> Any:
+        return layer_forward(self, *args, **call)
 
     def with_embedding(
         self: Any, input_ids: Any = None, inputs_embeds: Any = None, **call: Any
@@ -207,6 +210,7 @@ def test_layers_that_take_more_than_hidden_states_are_refused(
             inputs_embeds = self.embed_tokens(input_ids)
         return forward(self, inputs_embeds=inputs_embeds, embedding=inputs_embeds, **call)
 
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", takes_embedding)
     monkeypatch.setattr(LlamaModel, "forward", with_embedding)
     save("llama", tmp_path)
     assert "its layers take more of its input than the layer before passes on" in refusal(

@@ -191,8 +191,13 @@ class _Mixer(_Taken):
                 self.methods["forward"] = partial(forward, self)
 
     def keep_gradients(self) -> None:
-        plain = MethodType(type(self.module).forward, self.module)
-        fast = self.methods.get("forward", plain)
+        own = MethodType(type(self.module).forward, self.module)
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            # The mask is a placeholder.
+            return own(*args, **(kwargs | {"attention_mask": None}))
+
+        fast = self.methods.get("forward", own)
         self.methods["forward"] = differentiable(self.module, fast, plain)
 
     @property

@@ -1,27 +1,38 @@
 """Models with recurrent state: replay, digest, scores, embeddings, requests in flight during an
-update; and no speculation."""
+update, and speculation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from nano_inference import InferenceEngine, SamplingParams
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.config import ModelError
 from nano_inference.pipeline.digest import digest
+from nano_inference.stages.batching import SequenceStatus
 
+from ..soaking import in_soak
 from ..stages.executor.encoders import vector_of
-from ..stages.executor.models import make_model, save
+from ..stages.executor.models import RECURRENT, make_model, save
 from .builders import finish
 from .test_recurrent_state import GREEDY, PROMPT, bits, cold, settings
+from .test_speculation import Prophet, Repeat, speculate
 
 SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.9, seed=3)
-KINDS = ("lfm2", "qwen3_5_text")
+WHOLE = ("lfm2", "qwen3_5_text")
+KINDS = [*WHOLE, *(in_soak(each) for each in RECURRENT if each not in WHOLE)]
 PROMPTS = [list(PROMPT), list(PROMPT[:7]), [*PROMPT[:20], 9, 9]]
+
+
+def make(kind: str) -> Any:
+    """A model; the kernels take those of `WHOLE` as a whole, as far as they can."""
+    return make_model(kind, **({"head_dim": 32} if kind in WHOLE else {}))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -32,7 +43,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(make_model(kind, head_dim=32), tmp_path_factory.mktemp(kind))
+    return save(make(kind), tmp_path_factory.mktemp(kind))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +82,7 @@ def test_scores_are_the_sampled_logprobs(engine: InferenceEngine) -> None:
 def test_vectors_are_those_of_transformers_and_have_the_same_bits_in_a_batch(
     engine: InferenceEngine, kind: str
 ) -> None:
-    base = make_model(kind, head_dim=32).base_model
+    base = make(kind).base_model
     together = engine.embed(PROMPTS, pooling="mean")
     for prompt, vector in zip(PROMPTS, together, strict=True):
         assert torch.equal(engine.embed([prompt], pooling="mean")[0], vector)
@@ -94,25 +105,52 @@ def test_a_retracted_request_goes_on_as_one_of_the_new_weights(folder: Path) -> 
     assert list(sample.logprobs[place:]) == logprobs[:rest]
 
 
-def test_nothing_is_drafted(engine: InferenceEngine, folder: Path) -> None:
-    """Neither from a prompt that repeats itself, nor from a prediction."""
-    prompt = list(PROMPT[:6]) * 4
-    wanted = cold(engine, prompt)
-    with InferenceEngine(settings(folder, speculation="auto")) as speculating:
-        (sample,) = speculating.generate([prompt], GREEDY, predictions=[[*wanted[0][0]]])
-        assert speculating._executor.off["speculation"] == "the model has recurrent state"
-    assert bits([sample]) == wanted
-    assert sample.num_draft_tokens == 0
+def run_speculating(engine: InferenceEngine, preempt_every: int = 0) -> list[TrainingSample]:
+    """Run the prompts, and one of them twice; sequences may have to make room for others."""
+    ids = [engine.add_request(list(prompt), GREEDY) for prompt in (*PROMPTS, PROMPT)]
+    samples: list[TrainingSample] = []
+    for step in count(1):
+        if not engine.has_pending():
+            return sorted(samples, key=lambda sample: ids.index(sample.request_id))
+        samples += engine.step()
+        if preempt_every and not step % preempt_every and (running := engine._batching.running):
+            engine._batching._leave([*running][-1], SequenceStatus.WAITING, "preemption")
+    raise AssertionError
 
 
-def test_a_draft_model_is_refused_beside_it_and_it_is_refused_as_one(
-    folder: Path, tmp_path: Path
+def check_drafts(samples: list[TrainingSample], wanted: object) -> None:
+    assert bits(samples) == wanted
+    drafted = sum(each.num_draft_tokens for each in samples)
+    assert 0 < sum(each.num_accepted_draft_tokens for each in samples) < drafted
+
+
+def test_drafted_tokens_change_no_bit(
+    engine: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted or not, in several sequences of a step, which has not memory for the states of all;
+    cold, warm, and after preemptions."""
+    wanted = cold(engine, *PROMPTS, PROMPT)
+    answers = {
+        tuple(prompt): [tuple(tokens)] for prompt, (tokens, _) in zip(PROMPTS, wanted, strict=False)
+    }
+    speculate(monkeypatch, Prophet(answers))
+    with InferenceEngine(settings(folder, speculation="auto", max_draft_tokens=5)) as speculating:
+        for preempt_every in (0, 0, 2):
+            check_drafts(run_speculating(speculating, preempt_every), wanted)
+            speculating._batching.check()
+
+
+def test_a_draft_model_of_attention_drafts_for_it_and_it_is_refused_as_one(
+    engine: InferenceEngine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = str(save(make_model("llama"), tmp_path / "plain"))
-    for target, draft, why in (
-        (str(folder), plain, "the model has recurrent state, which excludes a draft model"),
-        (plain, str(folder), "the draft model has recurrent state"),
-    ):
-        config = settings(folder, speculation="auto", draft_model_path=draft)
-        with pytest.raises(ModelError, match=why):
-            InferenceEngine(replace(config, model_path=target))
+    wanted = cold(engine, *PROMPTS, PROMPT)
+    speculate(monkeypatch, Repeat())
+    config = settings(folder, speculation="auto", draft_model_path=plain)
+    with InferenceEngine(config) as speculating:
+        samples = run_speculating(speculating)
+        assert bits(samples) == wanted
+        assert sum(each.num_draft_tokens for each in samples)
+    config = replace(config, model_path=plain, draft_model_path=str(folder))
+    with pytest.raises(ModelError, match="the draft model has recurrent state"):
+        InferenceEngine(config)

@@ -253,6 +253,8 @@ class StepRunner:
         drafts: StepDrafts | None = None
         if num_drafts is not None and self.speculator is not None:
             num_drafts[~samples | (num_tokens != 1)] = 0
+            if self.states is not None:
+                num_drafts = self.states.draftable(num_tokens, num_drafts)
             drafts = self.speculator.begin(rows, num_tokens, num_drafts)
             step, samples = _with_drafts(step, drafts), np.repeat(samples, drafts.counts + 1)
         places = Places(step.rows[samples], step.ahead[samples])
@@ -352,7 +354,9 @@ class StepRunner:
         """Return the inputs of a pass, and the index of each row's last token. Logits of sampling
         rows come before those of prompts to score."""
         table = self.table
-        order, num_decodes = order_rows(step.starts, step.num_tokens)
+        # With recurrent state, drafted tokens follow their sequence's in order.
+        firsts = step.starts if self.states is None else step.starts - step.ahead
+        order, num_decodes = order_rows(firsts, step.num_tokens)
         rows, starts, counts = step.rows[order], step.starts[order], step.num_tokens[order]
         width = -(-int((starts + counts).max()) // self.runner.cache.block_size)
         # Logits are in the plan's order, not in that of the batch.
@@ -368,7 +372,7 @@ class StepRunner:
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         if self.states is not None:
-            batch_rows = self.states.put_in(batch_rows, rows)
+            batch_rows = self.states.put_in(batch_rows, rows, step.ahead[order])
         images = self.images
         if images is not None and not images.concern(rows, starts):
             images = None
@@ -442,6 +446,8 @@ class StepRunner:
         rows, accepted = places.rows[firsts], np.add.reduceat(counts.astype(np.int64), firsts) - 1
         verified = self.speculator.verdicts(drafts, rows, accepted)
         self.table.num_computed[rows] += accepted
+        if self.states is not None:
+            self.states.roll_back(rows, accepted)
         kept = torch.from_numpy(np.flatnonzero(counts)).to(tokens.device)
         if tops:
             tops = tuple(compress(tops, counts))

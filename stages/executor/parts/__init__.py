@@ -207,13 +207,6 @@ def why_no_speculation(state: ExecutorState, companion: LoadedModel | None) -> s
         return "the model generates nothing"
     if state.config.speculation == "off":
         return "engine.speculation is off"
-    if state.model.mixers is not None:
-        if companion is not None:
-            raise ModelError(
-                "the model has recurrent state, which excludes a draft model; set draft_model_path "
-                "to ''"
-            )
-        return "the model has recurrent state"
     if state.steps.graphs is None:
         return ""
     if companion is not None:

@@ -7,7 +7,7 @@ from ....bus.parts.states import StateCapacity, StatePlan
 from ....bus.sections import with_sections
 from ..driver.states import SequenceStates
 from ..driver.step import LaunchedStep
-from ..runner.interface import slot_bytes
+from ..runner.interface import count_scratch, slot_bytes
 from . import ExecutorState, Part
 
 
@@ -22,7 +22,9 @@ class RecurrentStates(Part):
 
     def __init__(self, state: ExecutorState) -> None:
         super().__init__(state)
-        self.of_sequences = SequenceStates(state.table, state.runner.cache)
+        self.of_sequences = SequenceStates(
+            state.table, state.runner.cache, count_scratch(state.config, state.model)
+        )
         state.steps.states = self.of_sequences
 
     def apply(self, section: StatePlan, step: LaunchedStep) -> None:

@@ -34,6 +34,7 @@ from .inputs import StepInputs as StepInputs
 from .kernels import cpu as cpu
 from .kv_cache import KVCache as KVCache
 from .kv_cache import count_blocks as count_blocks
+from .kv_cache import count_scratch as count_scratch
 from .kv_cache import count_slots as count_slots
 from .kv_cache import count_snapshots
 from .kv_cache import fit_batch_size as fit_batch_size
@@ -197,7 +198,7 @@ def make_runner(
         model,
         num_blocks,
         config.block_size,
-        num_slots=count_slots(config, model),
+        num_slots=count_slots(config, model) + count_scratch(config, model),
         num_snapshots=count_snapshots(config, model, num_blocks),
         huge_pages=huge_pages,
     )

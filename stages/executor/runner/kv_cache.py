@@ -203,6 +203,13 @@ def count_slots(config: EngineConfig, model: LoadedModel) -> int:
     return config.max_batch_size + (16 if model.mixers is None else _SPARE_SLOTS)
 
 
+def count_scratch(config: EngineConfig, model: LoadedModel) -> int:
+    """Return the state slots for states before drafted tokens, which a step verifies at most so
+    many of; they follow those of sequences."""
+    drafts = model.mixers is not None and config.speculation != "off"
+    return config.max_draft_tokens if drafts else 0
+
+
 def count_snapshots(config: EngineConfig, model: LoadedModel, num_blocks: int) -> int:
     """Return the snapshots of recurrent states that fit `state_snapshots_bytes`, at most one for
     each block."""
@@ -218,7 +225,8 @@ def fit_batch_size(config: EngineConfig, model: LoadedModel) -> int:
     if model.mixers is None or config.max_batch_size != DEFAULT_BATCH_SIZE:
         return most
     available = _available(msgspec.structs.replace(config, max_batch_size=most), (model,))
-    fitting = available // (2 * max(slot_bytes(model), 1)) - _SPARE_SLOTS
+    spare = _SPARE_SLOTS + count_scratch(config, model)
+    fitting = available // (2 * max(slot_bytes(model), 1)) - spare
     return max(min(most, fitting), 1)
 
 
@@ -240,7 +248,8 @@ def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | 
         # An encoder's blocks hold nothing.
         return most
     available = _available(config, models)
-    slots = count_slots(config, model) * sum(map(slot_bytes, models))
+    per_model = count_slots(config, model) + count_scratch(config, model)
+    slots = per_model * sum(map(slot_bytes, models))
     available -= slots
     # Without attention blocks hold nothing.
     num_blocks = min(available // per_block, most) if per_block else most

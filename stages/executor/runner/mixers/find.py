@@ -194,8 +194,9 @@ class _Mixer(_Taken):
         own = MethodType(type(self.module).forward, self.module)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            # The mask is a placeholder.
-            return own(*args, **(kwargs | {"attention_mask": None}))
+            if "attention_mask" in kwargs:
+                kwargs["attention_mask"] = None  # it is a placeholder
+            return own(*args, **kwargs)
 
         fast = self.methods.get("forward", own)
         self.methods["forward"] = differentiable(self.module, fast, plain)

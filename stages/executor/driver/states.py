@@ -63,7 +63,8 @@ class SequenceStates:
         shared = np.append(num_tokens[1:] == 0, False)
         wanted = np.where(shared, 0, num_drafts)
         room = self._num_scratch - (wanted.cumsum() - wanted)
-        return np.minimum(wanted, np.maximum(room, 0))
+        found: IntArray = np.minimum(wanted, np.maximum(room, 0))
+        return found
 
     def put_in(self, batch: Rows, rows: IntArray, ahead: IntArray) -> Rows:
         """Return a batch with its states.

@@ -354,8 +354,7 @@ class StepRunner:
         """Return the inputs of a pass, and the index of each row's last token. Logits of sampling
         rows come before those of prompts to score."""
         table = self.table
-        # With recurrent state, drafted tokens follow their sequence's in order.
-        firsts = step.starts if self.states is None else step.starts - step.ahead
+        firsts = step.starts if self.states is None else step.starts - step.ahead  # drafts in order
         order, num_decodes = order_rows(firsts, step.num_tokens)
         rows, starts, counts = step.rows[order], step.starts[order], step.num_tokens[order]
         width = -(-int((starts + counts).max()) // self.runner.cache.block_size)

@@ -21,7 +21,7 @@ from ..soaking import in_soak
 from ..stages.executor.encoders import vector_of
 from ..stages.executor.models import RECURRENT, make_model, save
 from .builders import finish
-from .test_recurrent_state import GREEDY, PROMPT, bits, cold, settings
+from .test_recurrent_state import GREEDY, PROMPT, bits, cold, run, settings
 from .test_speculation import Prophet, Repeat, speculate
 
 SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.9, seed=3)
@@ -138,6 +138,9 @@ def test_drafted_tokens_change_no_bit(
         for preempt_every in (0, 0, 2):
             check_drafts(run_speculating(speculating, preempt_every), wanted)
             speculating._batching.check()
+        # Of tokens before drafts there are snapshots.
+        more = [[*PROMPT, *wanted[0][0][:places], 9] for places in (4, 8, 10)]
+        assert bits(run(speculating, *more)) == cold(engine, *more)
 
 
 def test_a_draft_model_of_attention_drafts_for_it_and_it_is_refused_as_one(

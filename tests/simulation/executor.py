@@ -385,6 +385,9 @@ class SimulatedExecutor:
         sampled = [self._next(sequence, kind)]
         while len(sampled) <= num_right and not sequence.finished:
             self._write(sequence, [sequence.chain[-1]], kind)
+            if self.states is not None:
+                token = int(sequence.tokens[-1])
+                self.states.go_on(sequence.new.seq_id, sequence.computed, token, kind)
             sequence.computed += 1
             sampled.append(self._next(sequence, kind))
         if not num_drafts:

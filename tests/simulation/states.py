@@ -62,6 +62,12 @@ class SimulatedStates:
         self._passed[seq_id] = before, passed
         self._of[seq_id] = passed[-1]
 
+    def go_on(self, seq_id: int, before: int, token: int, kind: Kind) -> None:
+        """Compute a drafted token that was right, in the same step."""
+        first, passed = self._passed.get(seq_id, (before, []))
+        self.compute(seq_id, before, [token], kind)
+        self._passed[seq_id] = first, [*passed, *self._passed[seq_id][1]]
+
     def share(self, seq_id: int, source: int) -> None:
         """Copy the state of the sequence whose prefill another one shares."""
         self._of[seq_id] = self._of[source]

@@ -312,7 +312,6 @@ def _with_states(story: Story) -> Story:
         story,
         snapshots=choice((0, 1, 3, 8, 32, 128)),
         snapshot_blocks=choice((0, 1, 3)),
-        drafts=0,
     )
 
 

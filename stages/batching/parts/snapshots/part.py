@@ -249,7 +249,10 @@ class RecurrentStates(Part, States):
                 self._save_prompt(seq, saves)
             end = seq.num_scheduled
             if num_tokens and not end % self._cache.block_size and end >= seq.num_to_prefill:
-                self._save_own(seq, saves)
+                # Drafts of this plan come after the state, those of plans in flight before it.
+                own = draft.decision.num_drafts.get(seq.seq_id, 0)
+                if seq.num_drafting == own:
+                    self._save_own(seq, saves)
         if saves:
             self._in_flight[draft.step_id] = saves
             self._counts["taken"] += len(saves)
@@ -360,7 +363,7 @@ class RecurrentStates(Part, States):
 
     def _save_own(self, seq: Sequence, saves: list[Save]) -> None:
         """Save the state after a block of generated tokens, in place of the sequence's last one."""
-        if seq.num_drafting or not self._is_shared(seq.allocation):
+        if not self._is_shared(seq.allocation):
             return
         number, before = self.snapshots.take(for_owner=True), self._own.get(seq.seq_id)
         if number is None and before is not None and self.snapshots.is_owned(before, seq.seq_id):

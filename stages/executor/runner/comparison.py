@@ -200,9 +200,9 @@ def _filled(
     generator = torch.Generator().manual_seed(0)
     decoder: Any = whole
     inner = decoder.get_decoder()
-    parts = (inner, decoder.get_output_embeddings())
-    if whole.config.get_text_config() is whole.config:
-        parts = (whole,)  # an output may have further layers
+    parts: tuple[Any, ...] = (inner, decoder.get_output_embeddings())
+    if decoder.config.get_text_config() is decoder.config:
+        parts = (decoder,)  # an output may have further layers
     used = {id(each) for part in parts for each in _own(part)}
     # Numbers that the model computes itself, such as decays that depend on each other; but not a
     # router's bias, which begins as zeros.

@@ -102,15 +102,6 @@ class StateMemory:
             for source, destination in pairs:
                 tensor[destination].copy_(tensor[source])
 
-    def snapshot(self, slot: int) -> list[Tensor]:
-        """Return a copy of a sequence's slot, such as the state after a cached prefix."""
-        return [tensor[slot].clone() for tensor in self.in_slots]
-
-    def restore(self, slot: int, snapshot: Sequence[Tensor]) -> None:
-        """Overwrite a sequence's slot with a snapshot."""
-        for tensor, saved in zip(self.in_slots, snapshot, strict=True):
-            tensor[slot].copy_(saved)
-
     def drop(self, slot: int) -> None:
         """Set a slot to zero, in which a new sequence begins."""
         for tensor in self.in_slots:

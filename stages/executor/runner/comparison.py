@@ -10,7 +10,9 @@ may be larger than this process's memory, and in bfloat16 rounding hides what is
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -170,7 +172,7 @@ def _small_model(
                 )
             plain = make(Layout(OneRank(), False))
             logits = []
-            with torch.inference_mode():
+            with torch.inference_mode(), _no_advice():
                 for ids in map(torch.from_numpy, _sequences()):
                     found = plain(input_ids=ids[None], use_cache=False).logits[0]
                     logits.append(found)
@@ -184,6 +186,17 @@ def _small_model(
         f"{name} can't be served: no small model of its configuration can be compared with "
         f"Transformers' own forward pass ({error!s:.200}); choose another model"
     )
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Silence Transformers' advice to install kernels, which our mixers don't use."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _filled(

@@ -51,7 +51,7 @@ def write_model(folder: Path, shape: str) -> None:
         "eos_token_id": 1,
     }
     random_model(settings, torch.float32).to(torch.bfloat16).save_pretrained(folder)
-    _write_tokenizer(folder, settings["vocab_size"])
+    write_tokenizer(folder, settings["vocab_size"])
 
 
 def write_zeros_model(folder: Path, settings: dict[str, Any]) -> int:
@@ -103,10 +103,10 @@ def write_known_text_model(
     scale = SURE_LOGIT / (0.02 * hidden_size)
     model.lm_head.weight[torch.tensor(successors)] = embeddings * scale
     model.to(torch.bfloat16).save_pretrained(folder)
-    _write_tokenizer(folder, settings["vocab_size"])
+    write_tokenizer(folder, settings["vocab_size"])
 
 
-def _write_tokenizer(folder: Path, size: int) -> None:
+def write_tokenizer(folder: Path, size: int) -> None:
     tokenizer = word_tokenizer(size)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
     fast.save_pretrained(folder)

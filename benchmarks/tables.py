@@ -248,6 +248,15 @@ def bandwidth(name: str) -> str:
     return markdown(["GB/s", *head.values()], body)
 
 
+def snapshots(name: str) -> str:
+    rows = result(name)["snapshots"]
+    body = [
+        [way, f"{row['ms']:.1f}", f"{row['low']:.1f} to {row['high']:.1f}"]
+        for way, row in rows.items()
+    ]
+    return markdown(["ms", "one snapshot", "quartiles"], body)
+
+
 TIER_WAYS = {
     "store": "store, beside a copy in memory",
     "load": "load, beside a copy in memory",
@@ -456,6 +465,7 @@ TABLES: dict[str, Callable[[], str]] = {
         takeover, {"takeover-2-cpu-cores": "", "takeover-S-2-cpu-cores": " (S, 5 kills)"}
     ),
     "tier-bandwidth": partial(tier_bandwidth, "kv-bandwidth-S-2-cpu-cores"),
+    "snapshots": partial(snapshots, "kv-snapshots-2-cpu-cores"),
     "handover": partial(handover, "roles-T-2-cpu-cores"),
     "handover-parts": partial(handover_parts, "roles-T-2-cpu-cores"),
     "interference": partial(interference, "roles-M-2-cpu-cores"),

@@ -10,7 +10,9 @@ may be larger than this process's memory, and in bfloat16 rounding hides what is
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -170,7 +172,7 @@ def _small_model(
                 )
             plain = make(Layout(OneRank(), False))
             logits = []
-            with torch.inference_mode():
+            with torch.inference_mode(), _no_advice():
                 for ids in map(torch.from_numpy, _sequences()):
                     found = plain(input_ids=ids[None], use_cache=False).logits[0]
                     logits.append(found)
@@ -184,6 +186,17 @@ def _small_model(
         f"{name} can't be served: no small model of its configuration can be compared with "
         f"Transformers' own forward pass ({error!s:.200}); choose another model"
     )
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Silence Transformers' advice to install kernels, which our mixers don't use."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _filled(
@@ -200,9 +213,9 @@ def _filled(
     generator = torch.Generator().manual_seed(0)
     decoder: Any = whole
     inner = decoder.get_decoder()
-    parts = (inner, decoder.get_output_embeddings())
-    if whole.config.get_text_config() is whole.config:
-        parts = (whole,)  # an output may have further layers
+    parts: tuple[Any, ...] = (inner, decoder.get_output_embeddings())
+    if decoder.config.get_text_config() is decoder.config:
+        parts = (decoder,)  # an output may have further layers
     used = {id(each) for part in parts for each in _own(part)}
     # Numbers that the model computes itself, such as decays that depend on each other; but not a
     # router's bias, which begins as zeros.

@@ -25,6 +25,8 @@ from torch.nn import functional as F
 
 from .....config import ModelError
 from ..adapters.table import AdaptedLinear
+from ..linear.choose import method_of
+from ..linear.dense import DenseLinear
 from .backend import PREFIX
 
 MultiplyHeads = Callable[[Tensor, Tensor, Tensor], None]
@@ -77,12 +79,13 @@ class LatentAttention:
             ModelError: The module has been replaced since the model was loaded.
         """
         projection = self._module.kv_b_proj
-        if type(projection) is not nn.Linear:
+        if not isinstance(method_of(projection), DenseLinear):
             raise ModelError(
                 f"kv_b_proj has become a {type(projection).__name__} since the model was loaded; "
                 "set engine.latent_attention to 'off'"
             )
-        return projection.weight
+        weight: Tensor = projection.weight
+        return weight
 
     @property
     def matrices(self) -> Tensor:
@@ -179,7 +182,7 @@ def forget_latents(module: nn.Module) -> None:
 def _why_not(module: Any) -> str:
     """Return why a module keeps its own `expand_kv`; "" if the products agree with it."""
     projection, name = module.kv_b_proj, type(module).__name__
-    if type(projection) is not nn.Linear or projection.bias is not None:
+    if not isinstance(method_of(projection), DenseLinear) or projection.bias is not None:
         return f"kv_b_proj of {name} is no plain linear layer"
     weight = projection.weight
     shape = weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim), weight.shape[1]

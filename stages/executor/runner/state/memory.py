@@ -92,16 +92,15 @@ class StateMemory:
         Raises:
             ValueError: A slot is out of range.
         """
-        self._copy("slots", self.in_slots, self.num_slots + self.num_snapshots, pairs)
-
-    def snapshot(self, slot: int) -> list[Tensor]:
-        """Return a copy of a sequence's slot, such as the state after a cached prefix."""
-        return [tensor[slot].clone() for tensor in self.in_slots]
-
-    def restore(self, slot: int, snapshot: Sequence[Tensor]) -> None:
-        """Overwrite a sequence's slot with a snapshot."""
-        for tensor, saved in zip(self.in_slots, snapshot, strict=True):
-            tensor[slot].copy_(saved)
+        count = self.num_slots + self.num_snapshots
+        if {source for source, _ in pairs} & {destination for _, destination in pairs}:
+            self._copy("slots", self.in_slots, count, pairs)
+            return
+        _check("slots", count, pairs)
+        # Slots are large: without memory in between, which the system would clear for each call.
+        for tensor in self.in_slots:
+            for source, destination in pairs:
+                tensor[destination].copy_(tensor[source])
 
     def drop(self, slot: int) -> None:
         """Set a slot to zero, in which a new sequence begins."""
@@ -113,9 +112,13 @@ class StateMemory:
     ) -> None:
         if not pairs:
             return
-        if not all(0 <= place < count for pair in pairs for place in pair):
-            raise ValueError(f"{what} to copy are out of range 0..{count - 1}: {pairs}")
+        _check(what, count, pairs)
         wanted: IntArray = np.array(pairs, np.int64)
         source, destination = self._upload(wanted)[0].unbind(1)
         for tensor in tensors:
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
+
+
+def _check(what: str, count: int, pairs: Sequence[tuple[int, int]]) -> None:
+    if not all(0 <= place < count for pair in pairs for place in pair):
+        raise ValueError(f"{what} to copy are out of range 0..{count - 1}: {pairs}")

@@ -130,17 +130,6 @@ def test_slots_are_read_before_they_are_overwritten(cache: KVCache) -> None:
         cache.copy_slots([(0, 4)])
 
 
-def test_a_restored_snapshot_is_the_state_at_that_time(cache: KVCache) -> None:
-    prompt, rest = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(2))
-    cache.drop(1)
-    step(cache, 1, prompt)
-    saved = cache.snapshot(1)
-    assert sum(each.nbytes for each in saved) == slot_bytes(hybrid())
-    found = step(cache, 1, rest)
-    cache.restore(3, saved)
-    assert torch.equal(step(cache, 3, rest), found)
-
-
 def test_a_dropped_slot_shows_nothing_of_its_sequence(cache: KVCache) -> None:
     others = [each[[0, 1, 3]].clone() for each in cache.in_slots]
     cache.drop(2)

@@ -115,6 +115,13 @@ def test_every_bit_is_the_engines_with_latents(latent: Path) -> None:
     check_bits(ExactForward(load(latent)), roll_out(latent, "float32", 1.0), 1.0)
 
 
+def test_a_short_sequence_alone_has_the_bits_of_one_beside_others(windowed: Path) -> None:
+    exact = ExactForward(load(windowed))
+    (alone,) = exact.logprobs([[5, 6, 7, 8]])
+    beside, _ = exact.logprobs([[5, 6, 7, 8], [5] * 90])
+    assert alone.tolist() == beside.tolist()
+
+
 def check_bits(exact: ExactForward, samples: Sequence[TrainingSample], temperature: float) -> None:
     sequences = [sample.prompt_tokens + sample.completion_tokens for sample in samples]
     for found, sample in zip(exact.logprobs(sequences, temperature), samples, strict=True):

@@ -142,9 +142,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         attention_tile: Positions per tile of "paged" on CUDA, a power of two from 16 to 1024; 0
             chooses by head size. Refused by back ends without tiles.
         latent_attention: For models with multi-head latent attention (DeepSeek, GLM-4.7-Flash,
-            MiniCPM3 and others): "auto" keeps each token's latent in the KV cache, a tenth of the
-            bytes or less; "off" keeps the keys and values of all heads, so that long prompts are
-            computed faster (docs/latent-attention.md).
+            MiniCPM3 and others): "on", or "auto" on a CPU, keeps each token's latent in the KV
+            cache, a tenth of the bytes or less; "off" keeps the keys and values of all heads, so
+            that long prompts are computed faster (docs/latent-attention.md).
         cuda_graphs: "auto" records decode steps as CUDA graphs at load and replays them (CUDA, with
             `kernels`); "off" launches each operation.
         huge_pages: "auto" puts weights and KV cache into huge pages if available (CPU, Linux),
@@ -229,7 +229,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kernels: Literal["auto", "off"] = "auto"
     attention: Literal["auto", "paged", "gather", "tiled"] = "auto"
     attention_tile: int = 0
-    latent_attention: Literal["auto", "off"] = "auto"
+    latent_attention: Literal["auto", "on", "off"] = "auto"
     cuda_graphs: Literal["auto", "off"] = "auto"
     huge_pages: Literal["auto", "off"] = "auto"
     seed: int = 0

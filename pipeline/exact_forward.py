@@ -65,7 +65,7 @@ class ExactForward:
         module: nn.Module,
         max_model_len: int = 1 << 20,
         kernels: Literal["auto", "off"] = "auto",
-        latent_attention: Literal["auto", "off"] = "auto",
+        latent_attention: Literal["auto", "on", "off"] = "auto",
     ) -> None:
         """Replace the model's attention, and set eval mode, since dropout can't be exact.
 

@@ -152,7 +152,7 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
-    latents = _keep_latents(module, wanted=latent_attention != "off")
+    latents = _keep_latents(module, latent_attention, weight.device)
     mixers = load_mixers(module)
     index_keys = _take_indexers(module)
     probe = _probe_layers(module, limit, weight.device, pipeline, mixers, indexed=bool(index_keys))
@@ -335,12 +335,15 @@ def load_mixers(module: nn.Module) -> Mixers | None:
     return find_mixers(module)
 
 
-def _keep_latents(module: nn.Module, *, wanted: bool) -> str:
+def _keep_latents(module: nn.Module, setting: str, device: torch.device) -> str:
     if not any(hasattr(each, "kv_b_proj") for each in module.modules()):
         return ""
     from .attention.latent import keep_latents
 
-    return keep_latents(module, wanted=wanted)
+    unwanted = "engine.latent_attention is off" if setting == "off" else ""
+    if setting == "auto" and device.type != "cpu":
+        unwanted = "it is for CPU unless engine.latent_attention is on"
+    return keep_latents(module, unwanted)
 
 
 def _take_indexers(module: nn.Module) -> tuple[IndexKeys, ...]:

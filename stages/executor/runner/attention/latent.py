@@ -147,7 +147,7 @@ class LatentAttention:
                 yield index, a, by_head.transpose(0, 1)
 
 
-def keep_latents(module: nn.Module, *, wanted: bool) -> str:
+def keep_latents(module: nn.Module, unwanted: str) -> str:
     """Let the MLA modules of a model leave their latents to our attention functions.
 
     A module is found by its parts. It is compared with its own `expand_kv`, and unchanged if they
@@ -155,7 +155,7 @@ def keep_latents(module: nn.Module, *, wanted: bool) -> str:
 
     Args:
         module: The model.
-        wanted: False to change none.
+        unwanted: Why none is changed; "" to change them.
 
     Returns:
         "in use", or why some of the modules are unchanged; "" if there are none.
@@ -164,8 +164,10 @@ def keep_latents(module: nn.Module, *, wanted: bool) -> str:
     for part in module.modules():
         if not all(hasattr(part, name) for name in (*_PARTS, *_WIDTHS)):
             continue
-        why = _why_not(part) if wanted else "engine.latent_attention is off"
-        if not why and "expand_kv" not in vars(part):
+        why = unwanted or _why_not(part)
+        if why:
+            vars(part).pop("expand_kv", None)  # of an engine that shared the model before
+        elif "expand_kv" not in vars(part):
             part.expand_kv = LatentAttention(part)  # type: ignore[assignment]
         if why or not result:
             result = why or "in use"

@@ -2,7 +2,7 @@
 
     python benchmarks/chaos.py [--requests N] [--kills K] [--seed S] [--json FILE]
                                [--concurrency C] [--duration SECONDS] [--server PATH]
-                               [--http] [--ranks N] [--standby]
+                               [--http] [--ranks N] [--standby] [--model FOLDER]
 
 `nano-inference up` uses a server of this program (append-only file, `appendfsync always`) through
 a proxy. The requests run once undisturbed, then again under faults: SIGKILL of each stage, SIGKILL
@@ -209,14 +209,19 @@ class Chaos:
 
 
 async def storm(
-    folder: Path, ranks: int = 1, *, standby: bool = False, **options: Any
+    folder: Path,
+    ranks: int = 1,
+    *,
+    standby: bool = False,
+    model: str = "tiny",
+    **options: Any,
 ) -> dict[str, Any]:
     """Do both runs of a `Size`, and compare them; return the result file's content."""
-    settings, targets = SETTINGS, TARGETS
+    settings, targets = {**SETTINGS, "engine.model_path": model}, TARGETS
     if standby:
-        settings = {**SETTINGS, "pipeline.standby": f"[{', '.join(STAGES)}]"}
+        settings = {**settings, "pipeline.standby": f"[{', '.join(STAGES)}]"}
     if ranks > 1:
-        settings = {**SETTINGS, **RANK_SETTINGS, "engine.tensor_parallel": ranks}
+        settings = {**settings, **RANK_SETTINGS, "engine.tensor_parallel": ranks}
         targets = (*TARGETS, *RANK_SIGNALS, STOPPED_LEADER)
     size = chaos_rig.Size(**options)
     rng = random.Random(size.seed)
@@ -283,7 +288,8 @@ async def run(folder: Path, given: Any) -> dict[str, Any]:
     size = chaos_rig.size_of(given, given.kills)
     if given.http:
         return await http_storm(folder, SETTINGS, **size)
-    return await storm(folder, given.ranks, standby=given.standby, **size)
+    more = {"standby": given.standby, "model": given.model}
+    return await storm(folder, given.ranks, **more, **size)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -304,6 +310,7 @@ def main() -> int:
         http=(False, "streams over two gateways"),
         ranks=(1, "ranks that share the model"),
         standby=(False, "a standby of each stage"),
+        model=("tiny", "a model's folder"),
     )
 
 

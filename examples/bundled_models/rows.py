@@ -106,9 +106,17 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor
     positions: torch.Tensor  # Counted from the beginning of each document.
-    mask: torch.Tensor  # True where a token (third axis) sees another one (fourth axis).
+    # True where a token (third axis) sees another one (fourth axis); None: all before it.
+    mask: torch.Tensor | None
     targets: torch.Tensor
     learn: torch.Tensor  # Nonzero where the target is a part of an answer.
+
+
+Row = tuple[list[int], list[bool]]
+"""The tokens of a row, and which of them to learn."""
+
+DRAWN = 256
+"""Rows drawn at a time for a model with a recurrent state."""
 
 
 class Packer:
@@ -120,6 +128,7 @@ class Packer:
         self.tokenizer = tokenizer
         self.taps = taps
         self.rng = random.Random(settings.seed)
+        self.waiting: list[list[Row]] = []
         self.end_of_text = encode(tokenizer, END_OF_TEXT)
 
     def draw(self, kinds: Iterable[Kind] | None = None) -> Example:
@@ -202,9 +211,47 @@ class Packer:
 
     def batch(self) -> Batch:
         """Return the rows of one step."""
+        if self.settings.architecture == "hybrid":
+            return self.separate()
         rows = torch.tensor([self.row() for _ in range(self.settings.rows)])
         tokens, learn, documents, positions = rows.unbind(-1)
         documents = documents[:, :-1]
         earlier = torch.ones(self.settings.length, self.settings.length, dtype=torch.bool).tril()
         mask = (documents[:, :, None] == documents[:, None, :]) & earlier
         return Batch(tokens[:, :-1], positions[:, :-1], mask[:, None], tokens[:, 1:], learn[:, 1:])
+
+    def separate(self) -> Batch:
+        """Return a step of about as many tokens with a row for each document, padded at its end.
+
+        No mask keeps documents in one row apart in a recurrent state. Some rows are long documents
+        of several.
+        """
+        if not self.waiting:
+            self.wait()
+        rows = self.waiting.pop()
+        longest = max(len(ids) for ids, _ in rows)
+        pad = self.tokenizer.pad_token_id
+        tokens = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
+        learned = torch.tensor([learn + [False] * (longest - len(learn)) for _, learn in rows])
+        positions = torch.arange(longest - 1).expand(len(rows), -1)
+        return Batch(tokens[:, :-1], positions, None, tokens[:, 1:], learned[:, 1:])
+
+    def wait(self) -> None:
+        """Draw rows for some steps, and let those of about one length wait for a step together."""
+        length = self.settings.length + 1
+        rows: list[Row] = []
+        for _ in range(DRAWN):
+            ids, learn = self.document()
+            while self.rng.random() < self.settings.joined and len(ids) < length:
+                more, learn_more = self.document()
+                ids, learn = ids + more, learn + learn_more
+            rows.append((ids[:length], learn[:length]))
+        rows.sort(key=lambda row: len(row[0]))
+        step: list[Row] = []
+        for row in rows:
+            if step and (len(step) + 1) * len(row[0]) > self.settings.rows * length:
+                self.waiting.append(step)
+                step = []
+            step.append(row)
+        self.waiting.append(step)
+        self.rng.shuffle(self.waiting)

@@ -1,6 +1,7 @@
 """The settings of the bundled tiny model and of its training."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,11 @@ class TrainingStage:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Hyperparameters of model and training."""
+    """Hyperparameters of model and training.
+
+    `architecture` is "qwen2", or "hybrid": Qwen3.5's, three layers of Gated DeltaNet to one of
+    attention.
+    """
 
     seed: int = 1
     threads: int = 1
@@ -51,6 +56,12 @@ class TrainingSettings:
     last_cooling_steps: int = 250
     heldout: int = 500
     heldout_chats: int = 200
+    architecture: str = "qwen2"
+
+    @classmethod
+    def hybrid(cls, **changes: Any) -> "TrainingSettings":
+        """Return the settings of `tiny-hybrid`, which has about as many parameters."""
+        return cls(**{"architecture": "hybrid", "layers": 4, "intermediate": 512} | changes)
 
     @property
     def before_talk(self) -> int:

@@ -33,7 +33,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 from transformers import __version__ as transformers_version
 
 from . import tasks
@@ -106,22 +112,28 @@ def card(facts: Mapping[str, object], results: list[Result], seed: int) -> str:
 
 def build_model(settings: TrainingSettings, tokenizer: FastTokenizer) -> Model:
     """Return the untrained model."""
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden,
-        intermediate_size=settings.intermediate,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        max_window_layers=settings.layers,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
-    )
-    model: Model = Qwen2ForCausalLM(config)
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden,
+        "intermediate_size": settings.intermediate,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        "pad_token_id": tokenizer.convert_tokens_to_ids(PAD),
+    }
+    model: Model
+    if settings.architecture == "hybrid":
+        width = settings.hidden // 4
+        heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "head_dim": width}
+        widths = {"linear_key_head_dim": width, "linear_value_head_dim": width}
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **heads, **widths))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**common, max_window_layers=settings.layers))
     generation: Any = GenerationConfig
     model.generation_config = generation(
         do_sample=False,
@@ -193,6 +205,7 @@ class Trainer:
             return
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state |= {"rng": self.packer.rng.getstate(), "weights": self.taps.weights}
+        state |= {"waiting": self.packer.waiting}
         torch.save(state | {"step": self.step, "seconds": self.seconds}, self.checkpoint)
 
     def resume(self) -> None:
@@ -203,6 +216,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.packer.rng.setstate(state["rng"])
+        self.packer.waiting = state["waiting"]
         self.taps.weights = state["weights"]
         self.step, self.seconds = state["step"], state["seconds"]
 
@@ -360,10 +374,12 @@ def main() -> None:
     parser.add_argument(
         "--from", dest="source", type=Path, help="folder whose weights replace the first stages"
     )
+    parser.add_argument("--hybrid", action="store_true", help="train tiny-hybrid")
     parser.add_argument("--checkpoint", type=Path, help="file to save the state in and go on from")
     arguments = parser.parse_args()
     stages = (replace(first, steps=arguments.steps), *later)
-    settings = TrainingSettings(arguments.seed, arguments.threads, stages)
+    make = TrainingSettings.hybrid if arguments.hybrid else TrainingSettings
+    settings = make(seed=arguments.seed, threads=arguments.threads, stages=stages)
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(settings.seed)

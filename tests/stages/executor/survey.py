@@ -80,11 +80,12 @@ def trial(name: str) -> Outcome:
         reference = _Reference(model)
     except Exception as error:  # noqa: BLE001 - Transformers' code raises anything
         return Outcome("not made", f"{type(error).__name__}: {_sentence(error)}")
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary, "its folder")
         model.save_pretrained(folder)
         del model
         try:
-            return _compare(Path(folder), reference)
+            return _compare(folder, reference)
         except ModelError as error:
             reason = re.sub(r"^\w+ (can't be served: )?", "", _sentence(error))
             return Outcome("refused", re.sub(r"layers? [\d, ]+ ", " ", reason).strip())

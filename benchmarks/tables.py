@@ -396,6 +396,8 @@ def measured() -> str:
     padded = variants["Transformers, padded batch"]
     one = medians(AMX[0], "W1-short decode step, ms", ("openvino", "llamacpp"))
     sixteen = medians(AMX[1], "W2 decode step, ms", ("openvino", "llamacpp"))
+    steps = result("recurrent-Q-2-cpu-cores")["figures"]["W1-short decode step, ms"]
+    hybrid = {engine: statistics.median(times) for engine, times in steps.items()}
     over_http = {
         row["server"]: short(row["ttft_ms_p50"] / 1000, 2)
         for row in result("poisson-S-2-cpu-cores")["rows"]
@@ -413,6 +415,12 @@ def measured() -> str:
         ],
         ["0.5 B, one sequence", f"{one[0]} ms per token", peers_of(one)],
         ["0.5 B, 16 sequences", f"{sixteen[0]} ms per step", peers_of(sixteen)],
+        [
+            "0.8 B with Gated DeltaNet (Qwen3.5), one sequence",
+            f"{short(hybrid['ours'])} ms per token",
+            f"llama.cpp: {short(hybrid['llamacpp'])}; "
+            f"Transformers: {short(hybrid['transformers'])}",
+        ],
         [
             "0.5 B, over HTTP, one request per second",
             f"first token after {over_http['nano-inference']} s",

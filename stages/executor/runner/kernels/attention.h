@@ -8,9 +8,9 @@ typedef struct {
     long key_width, value_width;       // multiples of 16
     long value_stride;                 // from one value to the next; with values in keys, key_width
     long window;                       // positions that a query sees, its own included; 0: all
-    long own_chunk;                    // positions of a chunk, of which a query sees its own; 0: all
-    float scale, softcap;              // softcap 0: none
-    const number *sinks;               // [kv_heads * group], or NULL
+    long own_chunk;        // positions of a chunk, of which a query sees its own; 0: all
+    float scale, softcap;  // softcap 0: none
+    const number *sinks;   // [kv_heads * group], or NULL
 } Attention;
 
 // Writes the key and the value of one token, all heads, to its slot.
@@ -143,8 +143,8 @@ static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens) {
     const long heads = tokens->heads, width = a->value_width;
     for (long row = 0; row < r->rows; row++) {
         const Floats total = spread(r->totals[row]);
-        number *to = tokens->out + row / heads * tokens->out_stride
-                     + (tokens->head + row % heads) * width;
+        number *to =
+            tokens->out + row / heads * tokens->out_stride + (tokens->head + row % heads) * width;
         for (long i = 0; i < width; i += 32) {
             const float *from = r->sums + row * r->padded + i;
             Floats x = divide(load_floats(from), total);

@@ -71,8 +71,8 @@ static void prepare(const Recurrence *r, const Prepared *p, float *overlaps, lon
     for (long t = 0; t < count; t++) {
         const number *query = r->queries + (token + t) * r->query_stride + group * width;
         const number *key = r->keys + (token + t) * r->key_stride + group * width;
-        const float *decay = r->decays + (token + t) * r->decay_stride
-                             + (r->by_channel ? head * width : head);
+        const float *decay =
+            r->decays + (token + t) * r->decay_stride + (r->by_channel ? head * width : head);
         Floats of_query = spread(1.0f), of_key = spread(1.0f), overlap = zeros();
         if (r->normalised) {
             Floats queries = zeros(), keys = zeros();
@@ -92,8 +92,8 @@ static void prepare(const Recurrence *r, const Prepared *p, float *overlaps, lon
         }
         for (long i = 0; i < width; i += 16) {
             const Mask mask = first(width - i);
-            Floats q = multiply(multiply(load_wide_some(query + i, mask), of_query),
-                                spread(r->scale));
+            Floats q =
+                multiply(multiply(load_wide_some(query + i, mask), of_query), spread(r->scale));
             const Floats k = multiply(load_wide_some(key + i, mask), of_key);
             overlap = multiply_add(q, k, overlap);
             if (r->by_channel) {
@@ -121,7 +121,8 @@ typedef struct {
     long count;
 } Columns;
 
-INLINE void put_output(const Recurrence *r, const Columns *c, long t, long at, Mask mask, Floats v) {
+INLINE void put_output(const Recurrence *r, const Columns *c, long t, long at, Mask mask,
+                       Floats v) {
     const long place = t * r->heads * r->value_width + at;
     if (r->residual)
         v = multiply_add(spread(c->residual),
@@ -170,8 +171,8 @@ INLINE void delta_rule(int vectors, Mask mask, int by_channel, const Recurrence 
             UNROLL
             for (int v = 0; v < vectors; v++) {
                 float *const place = c->state + i * stride + v * 16;
-                const Floats s = multiply_add(added, change[v],
-                                              multiply(load_floats_some(place, mask), kept));
+                const Floats s =
+                    multiply_add(added, change[v], multiply(load_floats_some(place, mask), kept));
                 store_floats_some(place, mask, s);
                 if (!more) continue;
                 known[v] = multiply_add(s, k, known[v]);
@@ -190,8 +191,7 @@ INLINE void accumulate(int vectors, int tokens, Mask mask, int by_channel, const
     for (int a = 0; a < tokens; a++) UNROLL
     for (int v = 0; v < vectors; v++) {
         added[a][v] = load_wide_some(c->values + (t + a) * r->value_stride + v * 16, mask);
-        if (c->factors)
-            added[a][v] = multiply(added[a][v], spread(c->factors[(t + a) * r->heads]));
+        if (c->factors) added[a][v] = multiply(added[a][v], spread(c->factors[(t + a) * r->heads]));
         found[a][v] = zeros();
     }
     for (long i = 0; i < width; i++) {
@@ -235,8 +235,7 @@ INLINE void advance_by(int vectors, Mask mask, int by_channel, const Recurrence 
 // With constants, so that the loops are compiled for each.
 static void advance(int vectors, Mask mask, const Recurrence *r, const Prepared *p,
                     const Columns *c) {
-#define ADVANCE(n, m) \
-    (r->by_channel ? advance_by(n, m, 1, r, p, c) : advance_by(n, m, 0, r, p, c))
+#define ADVANCE(n, m) (r->by_channel ? advance_by(n, m, 1, r, p, c) : advance_by(n, m, 0, r, p, c))
     if (vectors > NARROW)
         ADVANCE(BROAD, 0xffff);
     else if (vectors == NARROW)
@@ -293,8 +292,8 @@ static void follow_slot(const Recurrence *r, const Segments *s, long segment, lo
 static void recur_by_team(const Recurrence *r, const Segments *s) {
     // Columns are independent of one another, so few heads are divided for many threads.
     const long vectors = (r->value_width + 15) / 16, blocks = (vectors + NARROW - 1) / NARROW;
-    const long wanted = (omp_get_num_threads() + s->segments * r->heads - 1)
-                        / (s->segments * r->heads);
+    const long wanted =
+        (omp_get_num_threads() + s->segments * r->heads - 1) / (s->segments * r->heads);
     const long parts = wanted < blocks ? wanted : blocks;
     const long share = (blocks + parts - 1) / parts * NARROW * 16;
 #pragma omp for schedule(dynamic)

@@ -18,7 +18,7 @@ DISK: Medium = "DISK"
 
 STATE_GROUP = 1
 STATE_KIND = "mamba"
-"""vLLM's name for the cache group of layers with recurrent state, whatever their kind."""
+"""vLLM's name for the cache group of all layers with recurrent state, of any kind."""
 
 ExtraKeys = tuple[tuple[str, ...] | None, ...]
 

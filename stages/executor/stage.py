@@ -45,7 +45,6 @@ from .parts.memory import MemoryRelease
 from .parts.weights import WeightChanges
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
-from .runner.kv_cache import slot_bytes
 from .runner.loading import load_ranks
 from .runner.progress import loaded_share
 from .runner.ranks.commands import Reply
@@ -218,7 +217,7 @@ class ExecutorStage(Actor):
             return {}
         return {
             "mixers": core.off.get("mixers", "kernels"),
-            "state_bytes": slot_bytes(core.model),
+            "state_bytes": int(self._facts["state_bytes"]),
             "snapshots": core.cache.num_snapshots,
         }
 

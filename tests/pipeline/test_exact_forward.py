@@ -49,42 +49,37 @@ def roll_out(
         return engine.generate(PROMPTS, params, num_samples_per_prompt=3)
 
 
+def save_small(folder: Path, kind: Any, **fields: Any) -> Path:
+    """Save a model of random weights with the bundled model's tokenizer; return the folder."""
+    torch.manual_seed(0)
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.save_pretrained(folder)
+    common = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    common |= {"vocab_size": len(tokenizer), "eos_token_id": 0, "initializer_range": 0.2}
+    AutoModelForCausalLM.from_config(kind(**common, **fields)).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and a sliding window on every other layer."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("windowed")
-    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
-    tokenizer.save_pretrained(folder)
-    shape = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
+    return save_small(
+        tmp_path_factory.mktemp("windowed"),
+        Qwen2Config,
         num_attention_heads=6,
         num_key_value_heads=2,
         use_sliding_window=True,
         sliding_window=20,
         layer_types=["full_attention", "sliding_attention"],
-        eos_token_id=0,
-        initializer_range=0.2,
     )
-    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and multi-head latent attention."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("latent")
-    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
-    tokenizer.save_pretrained(folder)
-    shape = MiniCPM3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
+    return save_small(
+        tmp_path_factory.mktemp("latent"),
+        MiniCPM3Config,
         num_attention_heads=3,
         num_key_value_heads=3,
         q_lora_rank=24,
@@ -92,11 +87,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
         v_head_dim=16,
-        eos_token_id=0,
-        initializer_range=0.2,
     )
-    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(("dtype", "temperature"), [("float32", 0.7), ("bfloat16", 1.0)])

@@ -117,7 +117,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_bits_are_the_same_from_disk_after_a_kill(
     tmp_path: Path, computed: list[tuple[Any, ...]]
 ) -> None:
-    """What waits for a rest to be written is lost with the process."""
+    """Snapshots that wait for a rest to be written are lost with the process."""
     tiers = {"kv_disk_path": str(tmp_path), "kv_host_bytes": 1 << 20}
     settings = {"model_path": str(hybrid_model.folder()), **SETTINGS, **tiers}
     asked = json.dumps((settings, [*PROMPTS, *prompts_of(1)]))

@@ -234,7 +234,7 @@ def test_without_a_snapshot_the_taker_computes_the_prompt(cache_type: CacheType)
 
 
 @pytest.mark.parametrize("seed", [*range(8), *map(in_soak, range(8, 60))])
-def test_whatever_happens_sequences_start_in_the_state_of_their_tokens(seed: int) -> None:
+def test_random_traces_start_sequences_in_the_state_of_their_tokens(seed: int) -> None:
     """Few numbers and slots, lost plans and files, flushes, new weights, preemptions."""
     draw = random.Random(seed)
     replica = replica_of(

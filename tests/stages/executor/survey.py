@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
     reason: str = ""
 
     def needs(self) -> str:
-        """What it would need to be served."""
+        """The piece that is missing to serve it."""
         return next((needs for part, needs in NEEDS.items() if part in self.reason), "")
 
 

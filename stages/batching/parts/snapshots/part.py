@@ -56,7 +56,7 @@ class RecurrentStates(Part, States):
        it.
 
     A snapshot is found under the name of its block, once the step that makes it is back. So it is
-    of these tokens, scope, weights and adapter, whatever number it has.
+    of these tokens, scope, weights and adapter; its number says nothing of them.
 
     Attributes:
         snapshots: All snapshots.

@@ -181,7 +181,7 @@ class _Choice:
         return self
 
     def topk(self, count: int, dim: int) -> Any:
-        """As of a tensor, but the earliest of equal scores come first."""
+        """Return a tensor's top-k, of equal scores the earliest first."""
         assert dim == -1
         found = self._scores.sort(dim=-1, descending=True, stable=True)
         return torch.return_types.topk((found.values[..., :count], found.indices[..., :count]))
@@ -229,7 +229,7 @@ class Indexer:
 
     matmul: ClassVar = staticmethod(_product)
     keyword: ClassVar = "indices"
-    """What it returns, in calls of the attention function."""
+    """The keyword of its choice in calls of the attention function."""
 
     def __init__(self, module: Any) -> None:
         """`module`: one of a known kind."""

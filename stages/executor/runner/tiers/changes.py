@@ -77,7 +77,7 @@ class StateChanges:
 
     @property
     def generation(self) -> int:
-        """As of the blocks."""
+        """The generation of the blocks."""
         return self._changes.generation
 
     def add(self, change: TiersChanged, generation: int | None = None) -> None:

@@ -34,7 +34,7 @@ BLOCKS = {
 
 
 def logits(model: LoadedModel, cache: KVCache, counts: list[int]) -> Tensor:
-    """Of a sequence in chunks, beside another one of a token each."""
+    """Return those of a sequence in chunks, beside another one of a token each."""
     builder, found, start = InputBuilder(model, cache.block_size), [], 0
     tables = np.arange(16).reshape(2, 8)
     for step, count in enumerate(counts):

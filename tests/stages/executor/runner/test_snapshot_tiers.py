@@ -111,6 +111,7 @@ def test_snapshots_on_disk_survive_a_restart(tmp_path: Path) -> None:
         tiers.apply([move("load", NAME, 3, 2)])
         assert same(snapshot(cache, 2), before)
         tiers.apply([move("drop", NAME)])
+        assert tiers.on_disk().states == TiersChanged(whole=True)  # after the drop
         assert fetched(tiers, NAME).lost == (NAME,)
 
 

@@ -128,6 +128,20 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         image_cache_bytes: Memory on the device for embeddings of images, which requests about the
             same image share.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
+        quantization: Codes of the weights of linear layers and experts (docs/quantization.md).
+            "auto": as the checkpoint has them; "int8" or "int4": made at load, from weights that
+            are rounded to `dtype` first.
+        quantization_group: Inputs that share a scale: 32, 64 or 128; 0 is one scale per output with
+            "int8", and 128 with "int4".
+        quantization_zero_points: Whether codes made at load have a zero point per group; without,
+            they are symmetric.
+        quantization_ignore: Layers that are not quantised at load: names of modules, or patterns
+            such as "*.down_proj". Routers never are. Output layers get "int8" with "int4", unless
+            a pattern names them.
+        activation_bits: Fixed-point bits of the activations of quantised layers on a CPU: 16, which
+            is finer than bfloat16, or 8, which is faster for many rows and changes results.
+        kv_dtype: Dtype of the KV cache. "auto": that of the activations; "int8" or "fp8": half the
+            memory, with a scale per token and head, which changes results (docs/quantization.md).
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
             device such as "cuda:1"; AMD's are "cuda" too (docs/cuda.md).
         cpu_threads: Threads of a step on CPU, for the whole process. 0 is one in the executor's
@@ -224,6 +238,12 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_image_tokens_per_step: PositiveInt = 8192
     image_cache_bytes: PositiveInt = 1 << 28
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["auto", "int8", "int4"] = "auto"
+    quantization_group: Literal[0, 32, 64, 128] = 0
+    quantization_zero_points: bool = False
+    quantization_ignore: tuple[str, ...] = ()
+    activation_bits: Literal[16, 8] = 16
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     device: str = "auto"
     cpu_threads: NonNegativeInt = 0
     kernels: Literal["auto", "off"] = "auto"

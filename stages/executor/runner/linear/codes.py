@@ -1,0 +1,205 @@
+"""Quantised weights: codes of 8 or 4 bits, their scales by group, and their layout for kernels.
+
+A weight is `scale * (value - zero) - offset`, where `value` is its code, or a table's entry for it.
+Scales and offsets hold for an output and a group of consecutive inputs. Every format that is read
+or made here is of this form, so kernels know no format's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+PANEL = 64
+"""Outputs that are stored side by side, so that kernels read memory in order."""
+
+STEP = 4
+"""Neighbouring inputs of one output that are stored together: what one instruction sums."""
+
+Numbers = Literal["integer", "float8_e4m3fn"]
+
+
+class Scales(NamedTuple):
+    """Numbers for each output and group of inputs.
+
+    Attributes:
+        values: `[outputs, groups]` of float32, float16 or bfloat16; of uint8, exponents: 2 to the
+            power of value - 127; or of int8, multiples of `factors`.
+        factors: `[outputs, ceil(groups / n)]` of float16 or float32, each for `n` consecutive
+            groups, where values are int8; else None.
+    """
+
+    values: Tensor
+    factors: Tensor | None = None
+
+    def wide(self) -> Tensor:
+        """Return the numbers as float32, exactly."""
+        if self.values.dtype is torch.uint8:
+            # Exact at both ends, where an exponent makes float32's subnormal numbers.
+            one = torch.ones((), device=self.values.device).expand(self.values.shape)
+            return torch.ldexp(one, self.values.int() - 127)
+        if self.factors is None:
+            return self.values.float()
+        groups, factors = self.values.shape[-1], self.factors.shape[-1]
+        repeated = self.factors.float().repeat_interleave(-(-groups // factors), -1)
+        return self.values.float() * repeated[..., :groups]
+
+
+class Codes(msgspec.Struct, frozen=True):
+    """The form of one layer's codes.
+
+    Attributes:
+        outputs: Output features.
+        inputs: Input features.
+        bits: Bits of a code: 8 or 4.
+        group: Inputs that share a scale, a multiple of 8; the last group may be cut off. At least
+            `inputs` for one scale per output.
+        zero: Subtracted from the values.
+        table: Values of the 16 codes of 4 bits, from 0 to 255; () for the codes themselves.
+        numbers: "integer", or codes of 8 bits that are floating-point numbers.
+    """
+
+    outputs: int
+    inputs: int
+    bits: Literal[4, 8]
+    group: int
+    zero: int = 0
+    table: tuple[int, ...] = ()
+    numbers: Numbers = "integer"
+
+    @property
+    def groups(self) -> int:
+        """Groups of inputs."""
+        return -(-self.inputs // self.group)
+
+    @property
+    def block(self) -> int:
+        """Inputs whose products kernels add before they scale: a part of a group.
+
+        At most 128 values below 256 times activations of 15 bits fit a sum of 32 bits.
+        """
+        if self.group >= self.inputs:
+            return min(128, -(-self.inputs // 8) * 8)
+        return max(each for each in range(8, 129, 8) if self.group % each == 0)
+
+    @property
+    def padded_inputs(self) -> int:
+        """Inputs with padding to whole groups, or to whole blocks of one group."""
+        unit = self.group if self.group < self.inputs else self.block
+        return -(-self.inputs // unit) * unit
+
+    @property
+    def panels(self) -> int:
+        """Panels of outputs."""
+        return -(-self.outputs // PANEL)
+
+
+class PlainCodes(NamedTuple):
+    """One layer's weights as formats are read to, and as `round_weight` makes them.
+
+    Attributes:
+        codes: `[outputs, inputs]` uint8, one code each also of 4 bits.
+        scales: For `[outputs, groups]`.
+        offsets: Likewise; None for zeros.
+    """
+
+    codes: Tensor
+    scales: Scales
+    offsets: Scales | None = None
+
+
+def unpack_plain(form: Codes, plain: PlainCodes) -> Tensor:
+    """Return the weights, `[outputs, inputs]` float32, exactly."""
+    if form.numbers == "float8_e4m3fn":
+        values = plain.codes.view(torch.float8_e4m3fn).float()
+    elif form.table:
+        table = torch.tensor(form.table, dtype=torch.float32, device=plain.codes.device)
+        values = table[plain.codes.int()] - form.zero
+    else:
+        values = plain.codes.float() - form.zero
+
+    def of_inputs(scales: Scales) -> Tensor:
+        return scales.wide().repeat_interleave(form.group, -1)[..., : form.inputs]
+
+    weights = of_inputs(plain.scales) * values
+    return weights if plain.offsets is None else weights - of_inputs(plain.offsets)
+
+
+def pack_plain(form: Codes, plain: PlainCodes) -> dict[str, Tensor]:
+    """Return the tensors that kernels read, each with `panels` as its first dimension.
+
+    Returns:
+        "codes", `[panels, padded_inputs / 4, PANEL, 4]` uint8; of 4 bits `[panels,
+        padded_inputs / 8, PANEL, 4]`, where of 8 neighbouring inputs the first four are in the low
+        halves. "scales", `[panels, groups, PANEL]`, and, where there are such, "scale_factors",
+        "offsets" and "offset_factors" likewise. Padded weights are meaningless:
+        activations are 0 there, and outputs are dropped.
+    """
+    codes = F.pad(plain.codes, (0, form.padded_inputs - form.inputs))
+    codes = _by_panel(codes, form.panels)  # [panels, inputs, PANEL]
+    panels, inputs = codes.shape[:2]
+    codes = codes.view(panels, inputs // STEP, STEP, PANEL).transpose(2, 3)
+    if form.bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    tensors = {"codes": codes.contiguous()}
+    for name, scales in (("scale", plain.scales), ("offset", plain.offsets)):
+        if scales is not None:
+            tensors[f"{name}s"] = _by_panel(scales.values, form.panels).contiguous()
+            if scales.factors is not None:
+                factors = _by_panel(scales.factors, form.panels)
+                tensors[f"{name}_factors"] = factors.contiguous()
+    return tensors
+
+
+def unpack(
+    form: Codes, tensors: Mapping[str, Tensor], start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Return weights that `pack_plain` packed, exactly.
+
+    Args:
+        form: Their form.
+        tensors: The tensors.
+        start: First output; a multiple of `PANEL`.
+        stop: End of the outputs; None for all.
+
+    Returns:
+        `[stop - start, inputs]` float32.
+    """
+    stop = form.outputs if stop is None else stop
+    part = slice(start // PANEL, -(-stop // PANEL))
+    own = msgspec.structs.replace(form, outputs=stop - start)
+    return unpack_plain(own, _plain_of(own, {name: each[part] for name, each in tensors.items()}))
+
+
+def _plain_of(form: Codes, tensors: Mapping[str, Tensor]) -> PlainCodes:
+    codes = tensors["codes"]
+    if form.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1, 2)
+    codes = _by_output(codes.transpose(2, 3).flatten(1, 2), form.outputs)
+
+    def scales(name: str) -> Scales | None:
+        values, factors = tensors.get(f"{name}s"), tensors.get(f"{name}_factors")
+        if values is None:
+            return None
+        wanted = None if factors is None else _by_output(factors, form.outputs)
+        return Scales(_by_output(values, form.outputs), wanted)
+
+    found = scales("scale")
+    assert found is not None
+    return PlainCodes(codes[:, : form.inputs], found, scales("offset"))
+
+
+def _by_panel(rows: Tensor, panels: int) -> Tensor:
+    """`[outputs, n]` to `[panels, n, PANEL]`."""
+    padding = panels * PANEL - rows.shape[0]
+    return F.pad(rows, (0, 0, 0, padding)).view(panels, PANEL, rows.shape[1]).transpose(1, 2)
+
+
+def _by_output(panels: Tensor, outputs: int) -> Tensor:
+    """`[panels, n, PANEL]` to `[outputs, n]`."""
+    return panels.transpose(1, 2).flatten(0, 1)[:outputs]

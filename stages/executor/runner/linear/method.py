@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..shards import Box
+
+if TYPE_CHECKING:
+    from .codes import Codes
 
 Place = tuple[slice, ...]
 """The position of a part in a tensor, like `Box.place`."""
@@ -21,17 +24,24 @@ class Packed(NamedTuple):
     Attributes:
         parameters: "weight", `[outputs, inputs]`, and "bias", `[outputs]` or None. The live
             dictionary of a module: a trainer that shares the model may put new tensors there.
+            Of codes, the tensors of `pack_plain` in place of "weight".
         inputs: Input features.
         outputs: Output features.
+        codes: The form of the codes; None of a dense weight.
+        rows: The dtype of rows, of codes.
     """
 
     parameters: dict[str, nn.Parameter | None]
     inputs: int
     outputs: int
+    codes: Codes | None = None
+    rows: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weight and rows."""
+        """The dtype of rows, and of a dense weight."""
+        if self.rows is not None:
+            return self.rows
         weight = self.parameters["weight"]
         assert weight is not None
         return weight.dtype

@@ -9,8 +9,8 @@ from ctypes import c_long, c_void_p
 import torch
 from torch import Tensor
 
-from ..linear.codes import Codes
 from ..linear.method import Packed
+from .compile import KernelsUnavailable
 
 _KINDS = {
     torch.float32: 0,
@@ -61,6 +61,8 @@ class CodesArgument:
 
     def __init__(self, layer: Packed) -> None:
         assert layer.codes is not None
+        if layer.codes.numbers != "integer":
+            raise KernelsUnavailable(f"the kernels have no codes of {layer.codes.numbers}")
         form, self._parameters = layer.codes, layer.parameters
         self._table = (ctypes.c_uint8 * 16)(*form.table)
         self._arguments = _Codes(

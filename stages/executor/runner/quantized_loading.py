@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
+from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
+from .linear.dense import DenseLinear
+from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
 from .sharded_model import widen
@@ -80,7 +82,7 @@ class Plan(ABC):
     """Decides which layers are quantised, and makes their codes.
 
     Attributes:
-        error: Why loading failed, for a person; Transformers only logs what an operation raises.
+        error: Why loading ended early, for a person.
     """
 
     error: ModelError | None = None
@@ -258,24 +260,30 @@ class _Collect(ConversionOps):  # type: ignore[misc]
         **_: Any,
     ) -> dict[str, Tensor]:
         plan = self._quantizer.plan
-        found = {name: _single(each) for name, each in input_dict.items()}
+        given = {name: _single(each) for name, each in input_dict.items()}
+        plain: dict[str, Tensor] = {}
         try:
             if isinstance(plan, StoredCodes):
-                stored = {name.removeprefix("\\."): each for name, each in found.items()}
+                stored = {name.removeprefix("\\."): each for name, each in given.items()}
                 found = {full_layer_name: _read(plan, full_layer_name, stored, model)}
-            plain: dict[str, Tensor] = {}
-            for name, tensor in found.items():
-                if isinstance(tensor, Tensor) and isinstance(plan, MadeAtLoad):
-                    tensor = _made(plan, name, tensor)
-                if isinstance(tensor, Tensor):
-                    plain[name] = tensor
-                    continue
-                self._quantizer.collected[name.removesuffix(".weight")] = tensor
-                (missing_keys or set()).discard(name)
+            else:
+                assert isinstance(plan, MadeAtLoad)
+                found = {name: _made(plan, name, each, model) for name, each in given.items()}
         except ModelError as error:
-            plan.error = plan.error or error
-            raise
+            plan.error = error
+            raise _Refused from None
+        for name, weight in found.items():
+            if isinstance(weight, Tensor):
+                plain[name] = weight
+                continue
+            self._quantizer.collected[name.removesuffix(".weight")] = weight
+            if missing_keys is not None:
+                missing_keys.discard(name)
         return plain
+
+
+class _Refused(BaseException):
+    """Ends loading at once: Transformers logs an Exception and loads the rest."""
 
 
 def _single(tensors: Any) -> Tensor:
@@ -283,12 +291,14 @@ def _single(tensors: Any) -> Tensor:
     return tensor
 
 
-def _made(plan: MadeAtLoad, name: str, weight: Tensor) -> CodedLayer | Tensor:
+def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer | Tensor:
     """Return the codes of a weight that the plan names."""
-    if (rounding := plan.roundings.get(name.removesuffix(".weight"))) is None:
+    owner = name.removesuffix(".weight")
+    if (rounding := plan.roundings.get(owner)) is None:
         return weight
     try:
-        layer = CodedLayer(*round_weight(weight, rounding))
+        rows = weight.T if _is_transposed(model, owner) else weight
+        layer = CodedLayer(*round_weight(rows, rounding))
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
@@ -331,7 +341,8 @@ def _read(
 
 
 def _is_transposed(model: Any, name: str) -> bool:
-    return isinstance(model.get_submodule(name), Conv1D)
+    method = method_of(model.get_submodule(name))
+    return isinstance(method, DenseLinear) and method.transposed
 
 
 def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
@@ -342,7 +353,7 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     they are small, and their errors multiply.
 
     Raises:
-        ModelError: A pattern of the settings matches no module.
+        ModelError: A pattern of the settings matches no module, or there are no such layers.
     """
     if config.quantization == "auto":
         return {}
@@ -356,25 +367,34 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     text = model.config.get_text_config()
     decoder = model.get_decoder() if text is not model.config else model.base_model
     own = {id(each) for each in decoder.modules()}
+    hidden: int = getattr(text, "hidden_size", 0)
     found = {}
     for name, module in names.items():
         if any(fnmatchcase(name, pattern) for pattern in config.quantization_ignore):
             continue
-        if module is ends[0] and type(module) is nn.Linear:
+        method = method_of(module)
+        if not isinstance(method, DenseLinear):
+            continue
+        if module is ends[0]:
             found[name] = output
-        elif id(module) in own and _is_large(name, module, text.hidden_size):
+        elif id(module) in own and _is_large(name, method, hidden):
             found[name] = inner
     pair = tied_pair(model)
     if pair and pair[0] in found:
         found[pair[1]] = output
+    if not found:
+        raise ModelError(
+            f"engine.quantization: {type(model).__name__} has no linear layers that can be "
+            "quantised; set it to 'auto'"
+        )
     return found
 
 
-def _is_large(name: str, module: nn.Module, hidden: int) -> bool:
+def _is_large(name: str, layer: LinearMethod, hidden: int) -> bool:
     """Return whether a linear layer is quantised: not routers, gates and other small ones."""
-    if type(module) not in (nn.Linear, Conv1D) or _KEPT.search(name):
+    if _KEPT.search(name):
         return False
-    return _LEAST_SHARE * min(module.weight.shape) >= hidden  # type: ignore[arg-type]
+    return _LEAST_SHARE * min(layer.inputs, layer.outputs) >= hidden
 
 
 def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:

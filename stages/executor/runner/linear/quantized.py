@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..shards import Box
+from ..shards import Box, whole_box
 from .codes import Codes, unpack
 from .method import LinearMethod
+from .requantizing import CodesBox, Rounding
 
 
 class QuantizedLinear(nn.Module):
@@ -23,9 +25,13 @@ class QuantizedLinear(nn.Module):
         form: The form of the codes.
         dtype: Dtype of activations and bias.
         bias: `[outputs]`, or None.
+        rounding: Makes codes of new weights; None if the codes were read from a checkpoint.
+        holds_codes: Marks modules whose tensors are not those of the whole model.
     """
 
+    holds_codes: ClassVar[bool] = True
     bias: nn.Parameter | None
+    rounding: Rounding | None = None
 
     def __init__(
         self,
@@ -64,6 +70,14 @@ class QuantizedLinear(nn.Module):
         """`[..., inputs]` to `[..., outputs]`."""
         return F.linear(x, self.unpacked(), self.bias)
 
+    def boxes(self, name: str) -> list[Box]:
+        """Return the parts of the layer's "weight" or "bias", for `shards.boxes_in`."""
+        if name != "weight":
+            return [whole_box(self, name)]
+        tensors = self.tensors
+        place = (slice(0, self.out_features), slice(0, self.in_features))
+        return [CodesBox(tensors["codes"], place, self.form, tensors, self.dtype, self.rounding)]
+
 
 class QuantizedMethod(LinearMethod):
     """The method of a `QuantizedLinear`."""
@@ -77,4 +91,4 @@ class QuantizedMethod(LinearMethod):
         return self._module
 
     def boxes(self, name: str) -> list[Box]:
-        raise NotImplementedError
+        return self._module.boxes(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import torch
@@ -11,12 +11,9 @@ from torch.nn import functional as F
 
 from ..shards import Box, Held
 from .codes import PANEL, Codes, PlainCodes, Scales, pack_plain, unpack
+from .rounding import Rounding, round_rows
 
-Rounding = Callable[[Tensor], PlainCodes]
-"""Makes codes of a layer's form of any number of its outputs, `[outputs, inputs]`, each by itself.
-"""
-
-_ROUNDED = 1 << 23
+_ROUNDED = 1 << 20
 """Numbers of a weight that are rounded at a time."""
 
 
@@ -35,6 +32,7 @@ class CodesBox(Box, frozen=True):
         rounding: Makes the codes; None if they were read from a checkpoint.
         first: The part's first output in `tensors`.
         transposed: Whether the whole weight has inputs before outputs.
+        order: The whole weight's input of each input here; None for the same.
     """
 
     form: Codes
@@ -43,6 +41,7 @@ class CodesBox(Box, frozen=True):
     rounding: Rounding | None
     first: int = 0
     transposed: bool = False
+    order: Tensor | None = None
 
     @property
     def converts(self) -> bool:
@@ -68,6 +67,8 @@ class CodesBox(Box, frozen=True):
     def read(self) -> Tensor:
         weight = unpack(self.form, self.tensors).to(self.dtype)
         weight = weight[self.first : self.first + self._outputs]
+        if self.order is not None:
+            weight = weight.index_select(1, self.order.argsort())
         return (weight.t() if self.transposed else weight).reshape(self._shape)
 
     def write(self, part: Tensor, start: int = 0) -> None:
@@ -102,7 +103,7 @@ class CodesBox(Box, frozen=True):
     def _packed(self, weight: Tensor, lane: int) -> dict[str, Tensor]:
         """Return the panels of some outputs, of which the first is `lane` of the first panel."""
         assert self.rounding is not None, self.fixed
-        plain = self.rounding(weight.to(self.target.device, self.dtype).contiguous())
+        plain = round_rows(weight.to(self.target.device, self.dtype), self.rounding)
         form = msgspec.structs.replace(self.form, outputs=lane + weight.shape[0])
         return pack_plain(form, _after(plain, lane) if lane else plain)
 

@@ -34,8 +34,8 @@ from .linear.dense import DenseLinear
 from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
-from .sharded_model import widen
 from .system_memory import drop_pages, mapped_files
+from .whole_model import widen
 
 _LEAST_SHARE = 16
 """Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
@@ -73,11 +73,13 @@ class CodedLayer(NamedTuple):
         form: The form of the codes.
         tensors: As `pack_plain` returns them.
         order: As of `LayerCodes`.
+        rounding: Makes codes of new weights; None if a format stores the codes.
     """
 
     form: Codes
     tensors: Mapping[str, Tensor]
     order: Tensor | None = None
+    rounding: Rounding | None = None
 
 
 class Plan(ABC):
@@ -345,7 +347,7 @@ def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer
         return weight
     try:
         rows = weight.T if _is_transposed(model, owner) else weight
-        layer = CodedLayer(*round_weight(rows, rounding))
+        layer = CodedLayer(*round_weight(rows, rounding), rounding=rounding)
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
@@ -490,9 +492,12 @@ def _same(one: CodedLayer, other: CodedLayer) -> bool:
 def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
     dtype: torch.dtype = plain.get_parameter("weight").dtype
     if isinstance(plain, nn.Embedding):
-        return QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding = QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding.rounding = layer.rounding
+        return embedding
     bias: Tensor | None = plain.bias  # type: ignore[assignment]
     linear = QuantizedLinear(layer.form, tensors, bias, dtype=dtype)
+    linear.rounding, linear.transposed = layer.rounding, isinstance(plain, Conv1D)
     return linear if layer.order is None else ReorderedLinear(linear, layer.order)
 
 

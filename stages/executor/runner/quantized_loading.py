@@ -28,6 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
 from .linear.codes import Codes, PlainCodes, pack_plain
+from .linear.experts import expert_products, is_other_mixture, put_codes, round_experts
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
 from .sharded_model import widen
@@ -63,11 +64,11 @@ class LayerCodes(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """The weight of one linear layer, packed for kernels.
+    """The weight of one linear layer, or of one product of all experts, packed for kernels.
 
     Attributes:
-        form: The form of the codes.
-        tensors: As `pack_plain` returns them.
+        form: The form of the codes, of one expert.
+        tensors: As `pack_plain` returns them; of experts as `stack_codes`.
         order: As of `LayerCodes`.
     """
 
@@ -98,7 +99,10 @@ class Plan(ABC):
 
     @abstractmethod
     def handles(self, name: str) -> bool:
-        """Return whether a linear layer, or embedding, is quantised; by the module's name."""
+        """Return whether a linear layer, or embedding, is quantised; by the module's name.
+
+        Stacked weights of experts count as modules by the parameter's name.
+        """
 
     stored: Sequence[str] = ()
     """Stored tensors of a quantised layer by the ends of their names, beside "bias": such as
@@ -211,8 +215,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         self.plan.prepare(model)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        owner, _, own = param_name.rpartition(".")
-        return own == "weight" and self.plan.handles(owner)
+        return self.plan.handles(param_name.removesuffix(".weight"))
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Collect(self)
@@ -266,7 +269,7 @@ class _Collect(ConversionOps):  # type: ignore[misc]
             plain: dict[str, Tensor] = {}
             for name, tensor in found.items():
                 if isinstance(tensor, Tensor) and isinstance(plan, MadeAtLoad):
-                    tensor = _made(plan, name, tensor)
+                    tensor = _made(plan, name, tensor, model)
                 if isinstance(tensor, Tensor):
                     plain[name] = tensor
                     continue
@@ -283,12 +286,16 @@ def _single(tensors: Any) -> Tensor:
     return tensor
 
 
-def _made(plan: MadeAtLoad, name: str, weight: Tensor) -> CodedLayer | Tensor:
+def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer | Tensor:
     """Return the codes of a weight that the plan names."""
     if (rounding := plan.roundings.get(name.removesuffix(".weight"))) is None:
         return weight
     try:
-        layer = CodedLayer(*round_weight(weight, rounding))
+        if products := expert_products(model.get_submodule(name.rpartition(".")[0])):
+            transposed = products[0].transposed
+            layer = CodedLayer(*round_experts(weight, rounding, transposed=transposed))
+        else:
+            layer = CodedLayer(*round_weight(weight, rounding))
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
@@ -337,17 +344,23 @@ def _is_transposed(model: Any, name: str) -> bool:
 def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     """Return the codes to make of a model's layers by the settings; {} for none.
 
-    They are for linear layers of the text model, and for the output layer with an embedding that is
-    tied to it. Layers that decide where tokens go, or how fast a state decays, stay as they are:
-    they are small, and their errors multiply.
+    They are for linear layers and experts of the text model, and for the output layer with an
+    embedding that is tied to it. Layers that decide where tokens go, or how fast a state decays,
+    stay as they are: they are small, and their errors multiply.
 
     Raises:
-        ModelError: A pattern of the settings matches no module.
+        ModelError: A pattern of the settings matches no module, or there are experts of an unknown
+            kind.
     """
     if config.quantization == "auto":
         return {}
     names = {name: module for name, module in model.named_modules() if name}
-    _check_patterns(config.quantization_ignore, names)
+    stacked = {
+        f"{name}.{each.name}": module
+        for name, module in names.items()
+        for each in expert_products(module)
+    }
+    _check_patterns(config.quantization_ignore, [*names, *stacked])
     bits: Literal[4, 8] = 8 if config.quantization == "int8" else 4
     group = config.quantization_group or (128 if bits == 4 else 0)
     inner = Rounding(bits, group, config.quantization_zero_points)
@@ -357,13 +370,22 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     decoder = model.get_decoder() if text is not model.config else model.base_model
     own = {id(each) for each in decoder.modules()}
     found = {}
-    for name, module in names.items():
+    for name, module in [*names.items(), *stacked.items()]:
         if any(fnmatchcase(name, pattern) for pattern in config.quantization_ignore):
             continue
         if module is ends[0] and type(module) is nn.Linear:
             found[name] = output
-        elif id(module) in own and _is_large(name, module, text.hidden_size):
+        elif id(module) not in own:
+            continue
+        elif name in stacked or _is_large(name, module, text.hidden_size):
             found[name] = inner
+        elif is_other_mixture(module):
+            raise ModelError(
+                f"engine.quantization {config.quantization}: {name} ({type(module).__name__}) has "
+                "experts of a kind that can't be quantised; add "
+                f"'*.{name.rpartition('.')[2]}*' to engine.quantization_ignore to keep them as "
+                "they are"
+            )
     pair = tied_pair(model)
     if pair and pair[0] in found:
         found[pair[1]] = output
@@ -405,6 +427,9 @@ def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
         layers.update(dict.fromkeys(pair, known[0]))
     shared: dict[int, dict[str, nn.Parameter]] = {}
     for name, layer in layers.items():
+        if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
+            put_codes(model, name, layer.form, layer.tensors)
+            continue
         if id(layer) not in shared:
             found = layer.tensors.items()
             shared[id(layer)] = {

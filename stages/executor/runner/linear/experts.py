@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .codes import Codes, PlainCodes, pack_plain, unpack
+from .codes import Codes, unpack
+from .rounding import Rounding, round_weight
 
 _DOWN = "down_proj"
 _FIRST = ("gate_up_proj", "up_proj")
@@ -57,24 +58,62 @@ def expert_products(module: nn.Module) -> tuple[ExpertProduct, ...]:
     return tuple(found)
 
 
-def is_other_mixture(module: nn.Module) -> bool:
-    """Return whether a module has stacked experts of a kind that isn't known here."""
-    stacked = any(
-        each is not None and each.dim() == 3 and name.split("_")[0] in ("gate", "up", "down", "w1")
-        for name, each in module._parameters.items()
-    )
-    return stacked and not expert_products(module)
-
-
-def stack_codes(form: Codes, experts: Iterable[PlainCodes]) -> dict[str, Tensor]:
-    """Return the tensors of `pack_plain`, each with the experts as its first dimension.
+def put_codes(model: nn.Module, name: str, form: Codes, tensors: Mapping[str, Tensor]) -> None:
+    """Put codes in the place of the stacked weights of a model's parameter.
 
     Args:
+        model: The model.
+        name: Name of the parameter, such as "model.layers.0.mlp.experts.down_proj".
         form: The form of one expert's codes.
-        experts: The weights of each expert; they may be made one at a time.
+        tensors: Those of `stack_codes`.
     """
-    packed = [pack_plain(form, plain) for plain in experts]
-    return {name: torch.stack([each[name] for each in packed]) for name in packed[0]}
+    path, _, own = name.rpartition(".")
+    experts = model.get_submodule(path)
+    if not isinstance(experts, QuantizedExperts):
+        experts = QuantizedExperts(experts)
+        model.set_submodule(path, experts, strict=True)
+    experts.put(own, form, tensors)
+
+
+def is_other_mixture(module: nn.Module) -> bool:
+    """Return whether a module has the weights of experts in a form that isn't known here."""
+    own = (each for each in module._parameters.values() if each is not None)
+    named = "Expert" in type(module).__name__ and any(each.dim() > 1 for each in own)
+    return named and not expert_products(module)
+
+
+def round_experts(
+    weights: Tensor, rounding: Rounding, *, transposed: bool
+) -> tuple[Codes, dict[str, Tensor]]:
+    """Return codes of the weights of a product's experts: one expert's form, and `stack_codes`.
+
+    Args:
+        weights: As Transformers stacks them.
+        rounding: As of `round_weight`.
+        transposed: As of `ExpertProduct`.
+
+    Raises:
+        ValueError: As `round_weight`.
+    """
+    rows = weights.mT if transposed else weights
+    form = rounding.form(*rows.shape[1:])
+    return form, stack_codes((round_weight(each, rounding)[1] for each in rows), len(rows))
+
+
+def stack_codes(experts: Iterable[Mapping[str, Tensor]], count: int) -> dict[str, Tensor]:
+    """Return tensors with the experts as their first dimension.
+
+    Args:
+        experts: The tensors of `pack_plain` of each expert; they may be made one at a time.
+        count: The number of experts.
+    """
+    stacked: dict[str, Tensor] = {}
+    for number, packed in enumerate(experts):
+        for name, tensor in packed.items():
+            if name not in stacked:
+                stacked[name] = tensor.new_empty(count, *tensor.shape)
+            stacked[name][number] = tensor
+    return stacked
 
 
 class ExpertCodes(nn.Module):
@@ -100,11 +139,6 @@ class ExpertCodes(nn.Module):
     def unpacked(self, expert: int) -> Tensor:
         """Return one expert's weight, `[outputs, inputs]` float32."""
         return unpack(self.form, self.of(expert))
-
-    def write(self, expert: int, plain: PlainCodes) -> None:
-        """Replace one expert's weight, in place."""
-        for name, new in pack_plain(self.form, plain).items():
-            self.get_parameter(name).data[expert].copy_(new)
 
 
 class QuantizedExperts(nn.Module):

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from nano_inference.config import ModelError
 from nano_inference.stages.executor import wrap_model
 from nano_inference.stages.executor.runner.fixed_tiles import FixedTiles
-from nano_inference.stages.executor.runner.linear.codes import (
-    Codes,
-    PlainCodes,
-    Scales,
-    unpack_plain,
-)
 from nano_inference.stages.executor.runner.linear.experts import (
     QuantizedExperts,
     expert_products,
     is_other_mixture,
-    stack_codes,
+    put_codes,
+    round_experts,
 )
+from nano_inference.stages.executor.runner.linear.rounding import Rounding
 
-from ...models import VOCAB, make_model
+from ...models import VOCAB, load, make_model, save
 from ..test_deterministic import assert_arrangements_agree
 
 ARCHITECTURES = {
@@ -42,34 +40,20 @@ def experts_in(model: nn.Module) -> dict[str, nn.Module]:
 
 def quantize(model: Any, bits: Any, group: int) -> tuple[dict[str, QuantizedExperts], Any]:
     """Replace a model's experts by codes, and those of a copy by the codes' weights."""
-    whole = copy.deepcopy(model)
-    found = {}
+    whole, found = copy.deepcopy(model), {}
     for path, module in experts_in(model).items():
-        experts = QuantizedExperts(module)
-        for name, count, outputs, inputs, transposed in experts.products:
-            form = Codes(outputs, inputs, bits, group, zero=1 << (bits - 1))
-            weights = experts.get_parameter(name)
-            rows = (weights.mT if transposed else weights).float()
-            plain = [rounded(form, each) for each in rows]
-            unpacked = torch.stack([unpack_plain(form, each) for each in plain])
+        for product in expert_products(module):
+            name, transposed = f"{path}.{product.name}", product.transposed
+            weights = module.get_parameter(product.name)
+            put_codes(
+                model, name, *round_experts(weights, Rounding(bits, group), transposed=transposed)
+            )
+            found[path] = experts = model.get_submodule(path)
+            unpacked = [experts.weight(product.name, each) for each in range(product.experts)]
             with torch.no_grad():
-                whole.get_submodule(path).get_parameter(name).copy_(
-                    unpacked.mT if transposed else unpacked
-                )
-            experts.put(name, form, stack_codes(form, plain))
-            assert torch.equal(experts.weight(name, count - 1), unpacked[-1])
-        parent, _, own = path.rpartition(".")
-        setattr(model.get_submodule(parent), own, experts)
-        found[path] = experts
+                rows = torch.stack(unpacked)
+                whole.get_parameter(name).copy_(rows.mT if transposed else rows)
     return found, whole
-
-
-def rounded(form: Codes, weight: Tensor) -> PlainCodes:
-    width = form.groups * form.group
-    padded = nn.functional.pad(weight, (0, width - form.inputs)).unflatten(1, (-1, form.group))
-    scales = padded.abs().amax(-1) / (form.zero - 1)
-    codes = (padded / scales[..., None]).round() + form.zero
-    return PlainCodes(codes.flatten(1)[:, : form.inputs].to(torch.uint8), Scales(scales))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -112,3 +96,26 @@ def test_arrangements_agree_to_the_bit(name: str) -> None:
     model = make_model(name).to(torch.bfloat16)
     quantize(model, 8, 32)
     assert_arrangements_agree(wrap_model(model, 128))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_checkpoint_is_read_to_codes_of_its_experts(name: str, tmp_path: Path) -> None:
+    model = make_model(name).to(torch.bfloat16)
+    save(model, tmp_path)
+    loaded = load(tmp_path, quantization="int4", quantization_group=32).module
+    found, _ = quantize(model, 4, 32)
+    for path, experts in found.items():
+        for product in experts.products:
+            own = loaded.get_submodule(f"{path}.{product.name}")
+            wanted = experts.get_submodule(product.name)
+            assert own.form == wanted.form
+            assert all(map(torch.equal, own.parameters(), wanted.parameters()))
+    kept = load(tmp_path, quantization="int4", quantization_ignore=("*.experts.*", "lm_head"))
+    assert experts_in(kept.module).keys() == found.keys()
+
+
+def test_experts_of_another_kind_are_refused_unless_ignored(tmp_path: Path) -> None:
+    save(make_model("llama4_text").to(torch.bfloat16), tmp_path)
+    with pytest.raises(ModelError, match=r"Llama4TextExperts.*'\*\.experts\*' to engine"):
+        load(tmp_path, quantization="int8")
+    assert load(tmp_path, quantization="int8", quantization_ignore=("*.experts*",))

@@ -9,7 +9,6 @@ from ctypes import c_long, c_void_p
 import torch
 from torch import Tensor
 
-from ..linear.codes import Codes
 from ..linear.method import Packed
 
 _KINDS = {

@@ -8,11 +8,12 @@ architectures that do so, and others are refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.integrations.moe import _default_apply_gate
 
 from .codes import Codes, unpack
 from .rounding import Rounding, round_weight
@@ -120,8 +121,13 @@ class ExpertCodes(nn.Module):
     """The codes of one product of all experts, as parameters with the names of `pack_plain`.
 
     Attributes:
+        holds_codes: Marks modules whose tensors are not those of the whole model.
         form: The form of one expert's codes.
+        activation_bits: As of `Packed`.
     """
+
+    holds_codes: ClassVar[bool] = True
+    activation_bits: Literal[16, 8] = 16
 
     def __init__(self, form: Codes, tensors: Mapping[str, Tensor]) -> None:
         """Take the weights: `tensors` are those of `stack_codes`, possibly on the meta device."""
@@ -153,9 +159,12 @@ class QuantizedExperts(nn.Module):
     stacked weights as they were.
 
     Attributes:
+        holds_experts: Marks the class for `fast_modules.patterns`.
         products: The products, in their order.
         num_experts: Experts of the layer.
     """
+
+    holds_experts: ClassVar[bool] = True
 
     def __init__(self, whole: nn.Module) -> None:
         """Take the place of Transformers' module, still without codes.
@@ -197,7 +206,7 @@ class QuantizedExperts(nn.Module):
         Returns:
             `[tokens, hidden]`.
         """
-        return self._sum(hidden, top_k_index, top_k_weights, self._expert)
+        return self.sum(hidden, top_k_index, top_k_weights, self._expert)
 
     def weight(self, name: str, number: int) -> Tensor:
         """Return the weight of one expert in a product, `[outputs, inputs]`, unpacked."""
@@ -207,15 +216,19 @@ class QuantizedExperts(nn.Module):
         weight = self.get_parameter(name)[number]
         return weight.t() if self.products[0].transposed else weight
 
-    # --- inside -------------------------------------------------------------------------------
-
-    def _sum(
+    def sum(
         self,
         hidden: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
         expert: Callable[[int, Tensor], Tensor],
     ) -> Tensor:
+        """Return the weighted sum likewise.
+
+        Args:
+            hidden, top_k_index, top_k_weights: As of `forward`.
+            expert: From an expert's number and its rows, `[rows, hidden]`, to its outputs.
+        """
         tokens, top_k = top_k_index.shape
         chosen = top_k_index.flatten()
         slots = hidden.new_zeros(tokens * top_k, self.products[1].outputs)
@@ -229,6 +242,22 @@ class QuantizedExperts(nn.Module):
             total = total + weighted[:, place]
         return total.to(hidden.dtype)
 
+    def activate(self, rows: Tensor) -> Tensor:
+        """Return what is between the two products, `[..., outputs]` to `[..., inputs]`."""
+        [whole] = self._whole
+        activated: Tensor = whole._apply_gate(rows) if whole.has_gate else whole.act_fn(rows)
+        return activated
+
+    @property
+    def plain_activation(self) -> object:
+        """The function of the gates if the first half of the outputs are gates, and nothing else is
+        done to them; else None."""
+        [whole] = self._whole
+        plain = whole.has_gate and type(whole)._apply_gate is _default_apply_gate
+        return getattr(whole, "act_fn", None) if plain else None
+
+    # --- inside -------------------------------------------------------------------------------
+
     def _runs(self, chosen: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Iterate over the chosen experts, with the places in `chosen` of each."""
         counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
@@ -240,7 +269,7 @@ class QuantizedExperts(nn.Module):
     def _expert(self, number: int, rows: Tensor) -> Tensor:
         """`[rows, hidden]` of one expert, by unpacked weights."""
         first, down = (each.name for each in self.products)
-        return self._linear(down, number, self._activate(self._linear(first, number, rows)))
+        return self._linear(down, number, self.activate(self._linear(first, number, rows)))
 
     def _linear(self, name: str, number: int, rows: Tensor) -> Tensor:
         return F.linear(rows, self.weight(name, number).to(rows.dtype), self._bias(name, number))
@@ -248,8 +277,3 @@ class QuantizedExperts(nn.Module):
     def _bias(self, name: str, number: int) -> Tensor | None:
         bias = self._parameters.get(f"{name}_bias")
         return None if bias is None else bias.data[number]
-
-    def _activate(self, rows: Tensor) -> Tensor:
-        [whole] = self._whole
-        activated: Tensor = whole._apply_gate(rows) if whole.has_gate else whole.act_fn(rows)
-        return activated

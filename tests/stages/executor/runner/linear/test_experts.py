@@ -12,6 +12,8 @@ from torch import nn
 
 from nano_inference.config import ModelError
 from nano_inference.stages.executor import wrap_model
+from nano_inference.stages.executor.runner.fast_modules.calls import Calls
+from nano_inference.stages.executor.runner.fast_modules.experts import expert_pass
 from nano_inference.stages.executor.runner.fixed_tiles import FixedTiles
 from nano_inference.stages.executor.runner.linear.experts import (
     QuantizedExperts,
@@ -23,6 +25,7 @@ from nano_inference.stages.executor.runner.linear.experts import (
 from nano_inference.stages.executor.runner.linear.rounding import Rounding
 
 from ...models import VOCAB, load, make_model, save
+from ...refusals import needs_kernels
 from ..test_deterministic import assert_arrangements_agree
 
 ARCHITECTURES = {
@@ -119,3 +122,24 @@ def test_experts_of_another_kind_are_refused_unless_ignored(tmp_path: Path) -> N
     with pytest.raises(ModelError, match=r"Llama4TextExperts.*'\*\.experts\*' to engine"):
         load(tmp_path, quantization="int8")
     assert load(tmp_path, quantization="int8", quantization_ignore=("*.experts*",))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_kernels_compute_the_same_sums_in_any_batch(name: str, bits: int) -> None:
+    needs_kernels(torch.bfloat16)
+    wide = {"moe_intermediate_size": 128, "intermediate_size": 128}
+    found, _ = quantize(make_model(name, **wide).to(torch.bfloat16), bits, 32)
+    experts = next(iter(found.values()))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(21, experts.products[0].inputs, generator=generator).bfloat16()
+    weights, chosen = torch.rand(21, 4, generator=generator).topk(2)
+    with torch.inference_mode(), (tiles := FixedTiles()):
+        fast = expert_pass(experts, torch.bfloat16, Calls(tiles))
+        assert fast is not None
+        crowd, wanted = (each(rows, chosen, weights.bfloat16()) for each in (fast, experts))
+        assert (crowd - wanted).norm() < 0.01 * wanted.norm()
+        for token in range(0, 21, 3):
+            one = slice(token, token + 1)
+            alone = fast(rows[one], chosen[one], weights[one].bfloat16())
+            assert torch.equal(alone, crowd[one])

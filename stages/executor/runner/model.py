@@ -311,9 +311,11 @@ def _load_weights(
                 ignore_mismatched_sizes=True,
                 **options,
             )
-    except Exception as error:
+    except BaseException as error:
         if plan is not None and plan.error is not None:
             raise plan.error from None
+        if not isinstance(error, Exception):
+            raise
         raise ModelError(f"can't load the model in {folder}: {_first_line(error)}") from error
     module, info = loaded
     _check_loaded(folder, module, info)

@@ -21,14 +21,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
+from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
+from .linear.dense import DenseLinear
 from .linear.experts import expert_products, is_other_mixture, put_codes, round_experts
+from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
 from .sharded_model import widen
@@ -81,7 +83,7 @@ class Plan(ABC):
     """Decides which layers are quantised, and makes their codes.
 
     Attributes:
-        error: Why loading failed, for a person; Transformers only logs what an operation raises.
+        error: Why loading ended early, for a person.
     """
 
     error: ModelError | None = None
@@ -261,24 +263,30 @@ class _Collect(ConversionOps):  # type: ignore[misc]
         **_: Any,
     ) -> dict[str, Tensor]:
         plan = self._quantizer.plan
-        found = {name: _single(each) for name, each in input_dict.items()}
+        given = {name: _single(each) for name, each in input_dict.items()}
+        plain: dict[str, Tensor] = {}
         try:
             if isinstance(plan, StoredCodes):
-                stored = {name.removeprefix("\\."): each for name, each in found.items()}
+                stored = {name.removeprefix("\\."): each for name, each in given.items()}
                 found = {full_layer_name: _read(plan, full_layer_name, stored, model)}
-            plain: dict[str, Tensor] = {}
-            for name, tensor in found.items():
-                if isinstance(tensor, Tensor) and isinstance(plan, MadeAtLoad):
-                    tensor = _made(plan, name, tensor, model)
-                if isinstance(tensor, Tensor):
-                    plain[name] = tensor
-                    continue
-                self._quantizer.collected[name.removesuffix(".weight")] = tensor
-                (missing_keys or set()).discard(name)
+            else:
+                assert isinstance(plan, MadeAtLoad)
+                found = {name: _made(plan, name, each, model) for name, each in given.items()}
         except ModelError as error:
-            plan.error = plan.error or error
-            raise
+            plan.error = error
+            raise _Refused from None
+        for name, weight in found.items():
+            if isinstance(weight, Tensor):
+                plain[name] = weight
+                continue
+            self._quantizer.collected[name.removesuffix(".weight")] = weight
+            if missing_keys is not None:
+                missing_keys.discard(name)
         return plain
+
+
+class _Refused(BaseException):
+    """Ends loading at once: Transformers logs an Exception and loads the rest."""
 
 
 def _single(tensors: Any) -> Tensor:
@@ -288,14 +296,16 @@ def _single(tensors: Any) -> Tensor:
 
 def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer | Tensor:
     """Return the codes of a weight that the plan names."""
-    if (rounding := plan.roundings.get(name.removesuffix(".weight"))) is None:
+    owner = name.removesuffix(".weight")
+    if (rounding := plan.roundings.get(owner)) is None:
         return weight
     try:
         if products := expert_products(model.get_submodule(name.rpartition(".")[0])):
             transposed = products[0].transposed
             layer = CodedLayer(*round_experts(weight, rounding, transposed=transposed))
         else:
-            layer = CodedLayer(*round_weight(weight, rounding))
+            rows = weight.T if _is_transposed(model, owner) else weight
+            layer = CodedLayer(*round_weight(rows, rounding))
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
@@ -338,7 +348,8 @@ def _read(
 
 
 def _is_transposed(model: Any, name: str) -> bool:
-    return isinstance(model.get_submodule(name), Conv1D)
+    method = method_of(model.get_submodule(name))
+    return isinstance(method, DenseLinear) and method.transposed
 
 
 def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
@@ -349,8 +360,8 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     stay as they are: they are small, and their errors multiply.
 
     Raises:
-        ModelError: A pattern of the settings matches no module, or there are experts of an unknown
-            kind.
+        ModelError: A pattern of the settings matches no module, there are no such layers, or there
+            are experts of an unknown kind.
     """
     if config.quantization == "auto":
         return {}
@@ -369,15 +380,18 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     text = model.config.get_text_config()
     decoder = model.get_decoder() if text is not model.config else model.base_model
     own = {id(each) for each in decoder.modules()}
+    hidden: int = getattr(text, "hidden_size", 0)
     found = {}
     for name, module in [*names.items(), *stacked.items()]:
         if any(fnmatchcase(name, pattern) for pattern in config.quantization_ignore):
             continue
-        if module is ends[0] and type(module) is nn.Linear:
+        method = method_of(module)
+        layer = method if isinstance(method, DenseLinear) else None
+        if layer is not None and module is ends[0]:
             found[name] = output
         elif id(module) not in own:
             continue
-        elif name in stacked or _is_large(name, module, text.hidden_size):
+        elif name in stacked or (layer is not None and _is_large(name, layer, hidden)):
             found[name] = inner
         elif is_other_mixture(module):
             raise ModelError(
@@ -389,14 +403,19 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     pair = tied_pair(model)
     if pair and pair[0] in found:
         found[pair[1]] = output
+    if not found:
+        raise ModelError(
+            f"engine.quantization: {type(model).__name__} has no linear layers that can be "
+            "quantised; set it to 'auto'"
+        )
     return found
 
 
-def _is_large(name: str, module: nn.Module, hidden: int) -> bool:
+def _is_large(name: str, layer: LinearMethod, hidden: int) -> bool:
     """Return whether a linear layer is quantised: not routers, gates and other small ones."""
-    if type(module) not in (nn.Linear, Conv1D) or _KEPT.search(name):
+    if _KEPT.search(name):
         return False
-    return _LEAST_SHARE * min(module.weight.shape) >= hidden  # type: ignore[arg-type]
+    return _LEAST_SHARE * min(layer.inputs, layer.outputs) >= hidden
 
 
 def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:

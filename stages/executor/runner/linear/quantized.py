@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,12 @@ class _Coded(nn.Module):
     """A module with a weight of codes.
 
     Attributes:
+        holds_codes: Marks modules whose tensors are not those of the whole model.
         form: The form of the codes.
         dtype: Dtype of activations.
     """
+
+    holds_codes: ClassVar[bool] = True
 
     def __init__(self, form: Codes, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..linear.method import Packed
+from .compile import KernelsUnavailable
 
 _KINDS = {
     torch.float32: 0,
@@ -60,6 +61,8 @@ class CodesArgument:
 
     def __init__(self, layer: Packed) -> None:
         assert layer.codes is not None
+        if layer.codes.numbers != "integer":
+            raise KernelsUnavailable(f"the kernels have no codes of {layer.codes.numbers}")
         form, self._parameters = layer.codes, layer.parameters
         self._table = (ctypes.c_uint8 * 16)(*form.table)
         self._arguments = _Codes(

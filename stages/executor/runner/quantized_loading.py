@@ -33,8 +33,8 @@ from .linear.experts import expert_products, is_other_mixture, put_codes, round_
 from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
-from .sharded_model import widen
 from .system_memory import drop_pages, mapped_files
+from .whole_model import widen
 
 _LEAST_SHARE = 16
 """Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
@@ -72,11 +72,13 @@ class CodedLayer(NamedTuple):
         form: The form of the codes, of one expert.
         tensors: As `pack_plain` returns them; of experts as `stack_codes`.
         order: As of `LayerCodes`.
+        rounding: Makes codes of new weights; None if a format stores the codes.
     """
 
     form: Codes
     tensors: Mapping[str, Tensor]
     order: Tensor | None = None
+    rounding: Rounding | None = None
 
 
 class Plan(ABC):
@@ -302,17 +304,17 @@ def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer
     try:
         if products := expert_products(model.get_submodule(name.rpartition(".")[0])):
             transposed = products[0].transposed
-            layer = CodedLayer(*round_experts(weight, rounding, transposed=transposed))
+            made = round_experts(weight, rounding, transposed=transposed)
         else:
             rows = weight.T if _is_transposed(model, owner) else weight
-            layer = CodedLayer(*round_weight(rows, rounding))
+            made = round_weight(rows, rounding)
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
             "or choose another checkpoint"
         ) from None
     drop_pages(weight, mapped_files())
-    return layer
+    return CodedLayer(*made, rounding=rounding)
 
 
 def _read(
@@ -447,7 +449,7 @@ def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
     shared: dict[int, dict[str, nn.Parameter]] = {}
     for name, layer in layers.items():
         if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
-            put_codes(model, name, layer.form, layer.tensors)
+            put_codes(model, name, layer.form, layer.tensors, layer.rounding)
             continue
         if id(layer) not in shared:
             found = layer.tensors.items()
@@ -467,9 +469,12 @@ def _same(one: CodedLayer, other: CodedLayer) -> bool:
 def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
     dtype: torch.dtype = plain.get_parameter("weight").dtype
     if isinstance(plain, nn.Embedding):
-        return QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding = QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding.rounding = layer.rounding
+        return embedding
     bias: Tensor | None = plain.bias  # type: ignore[assignment]
     linear = QuantizedLinear(layer.form, tensors, bias, dtype=dtype)
+    linear.rounding, linear.transposed = layer.rounding, isinstance(plain, Conv1D)
     return linear if layer.order is None else ReorderedLinear(linear, layer.order)
 
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _default_apply_gate
 
+from ..shards import Box, whole_box
 from .codes import Codes, unpack
+from .requantizing import CodesBox
 from .rounding import Rounding, round_weight
 
 _DOWN = "down_proj"
@@ -59,7 +61,13 @@ def expert_products(module: nn.Module) -> tuple[ExpertProduct, ...]:
     return tuple(found)
 
 
-def put_codes(model: nn.Module, name: str, form: Codes, tensors: Mapping[str, Tensor]) -> None:
+def put_codes(
+    model: nn.Module,
+    name: str,
+    form: Codes,
+    tensors: Mapping[str, Tensor],
+    rounding: Rounding | None = None,
+) -> None:
     """Put codes in the place of the stacked weights of a model's parameter.
 
     Args:
@@ -67,13 +75,14 @@ def put_codes(model: nn.Module, name: str, form: Codes, tensors: Mapping[str, Te
         name: Name of the parameter, such as "model.layers.0.mlp.experts.down_proj".
         form: The form of one expert's codes.
         tensors: Those of `stack_codes`.
+        rounding: Makes codes of new weights; None if a format stores the codes.
     """
     path, _, own = name.rpartition(".")
     experts = model.get_submodule(path)
     if not isinstance(experts, QuantizedExperts):
         experts = QuantizedExperts(experts)
         model.set_submodule(path, experts, strict=True)
-    experts.put(own, form, tensors)
+    experts.put(own, form, tensors, rounding)
 
 
 def is_other_mixture(module: nn.Module) -> bool:
@@ -123,16 +132,19 @@ class ExpertCodes(nn.Module):
     Attributes:
         holds_codes: Marks modules whose tensors are not those of the whole model.
         form: The form of one expert's codes.
+        rounding: Makes codes of new weights; None if the codes were read from a checkpoint.
         activation_bits: As of `Packed`.
     """
 
     holds_codes: ClassVar[bool] = True
     activation_bits: Literal[16, 8] = 16
 
-    def __init__(self, form: Codes, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, form: Codes, tensors: Mapping[str, Tensor], rounding: Rounding | None = None
+    ) -> None:
         """Take the weights: `tensors` are those of `stack_codes`, possibly on the meta device."""
         super().__init__()
-        self.form = form
+        self.form, self.rounding = form, rounding
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
@@ -183,17 +195,47 @@ class QuantizedExperts(nn.Module):
         # In a tuple, so that it is no module of the model.
         self._whole: tuple[Any] = (whole,)
 
-    def put(self, name: str, form: Codes, tensors: Mapping[str, Tensor]) -> None:
+    def put(
+        self,
+        name: str,
+        form: Codes,
+        tensors: Mapping[str, Tensor],
+        rounding: Rounding | None = None,
+    ) -> None:
         """Replace a product's stacked weights by codes.
 
         Args:
             name: Of `products`.
-            form: The form of one expert's codes.
-            tensors: Those of `stack_codes`.
+            form, tensors, rounding: As of `put_codes`.
         """
+        self._dtype = self.get_parameter(name).dtype
         for owner in (self, *self._whole):
             del owner._parameters[name]
-        self.add_module(name, ExpertCodes(form, tensors))
+        self.add_module(name, ExpertCodes(form, tensors, rounding))
+
+    def boxes(self, name: str) -> list[Box]:
+        """Return the parts of a tensor of the whole model's module, for `shards.boxes_in`."""
+        codes = self._modules.get(name)
+        if not isinstance(codes, ExpertCodes):
+            return [whole_box(self, name)]
+        form, transposed = codes.form, self.products[0].transposed
+        place = (slice(0, form.outputs), slice(0, form.inputs))
+        found: list[Box] = []
+        for number in range(self.num_experts):
+            own = (slice(number, number + 1), *(place[::-1] if transposed else place))
+            tensors = codes.of(number)
+            found.append(
+                CodesBox(
+                    tensors["codes"],
+                    own,
+                    form,
+                    tensors,
+                    self._dtype,
+                    codes.rounding,
+                    transposed=transposed,
+                )
+            )
+        return found
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.

@@ -474,7 +474,9 @@ def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) 
         return embedding
     bias: Tensor | None = plain.bias  # type: ignore[assignment]
     linear = QuantizedLinear(layer.form, tensors, bias, dtype=dtype)
-    linear.rounding, linear.transposed = layer.rounding, isinstance(plain, Conv1D)
+    method = method_of(plain)
+    linear.rounding = layer.rounding
+    linear.transposed = isinstance(method, DenseLinear) and method.transposed
     return linear if layer.order is None else ReorderedLinear(linear, layer.order)
 
 

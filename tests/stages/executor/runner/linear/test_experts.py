@@ -23,6 +23,7 @@ from nano_inference.stages.executor.runner.linear.experts import (
     round_experts,
 )
 from nano_inference.stages.executor.runner.linear.rounding import Rounding
+from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
 
 from ...models import VOCAB, load, make_model, save
 from ...refusals import needs_kernels
@@ -41,22 +42,27 @@ def experts_in(model: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in model.named_modules() if expert_products(each)}
 
 
+def experts_of(model: nn.Module) -> dict[str, QuantizedExperts]:
+    found = model.named_modules()
+    return {name: each for name, each in found if isinstance(each, QuantizedExperts)}
+
+
 def quantize(model: Any, bits: Any, group: int) -> tuple[dict[str, QuantizedExperts], Any]:
     """Replace a model's experts by codes, and those of a copy by the codes' weights."""
-    whole, found = copy.deepcopy(model), {}
+    whole = copy.deepcopy(model)
     for path, module in experts_in(model).items():
         for product in expert_products(module):
             name, transposed = f"{path}.{product.name}", product.transposed
             weights = module.get_parameter(product.name)
-            put_codes(
-                model, name, *round_experts(weights, Rounding(bits, group), transposed=transposed)
-            )
-            found[path] = experts = model.get_submodule(path)
+            rounding = Rounding(bits, group)
+            made = round_experts(weights, rounding, transposed=transposed)
+            put_codes(model, name, *made, rounding)
+            experts = model.get_submodule(path)
             unpacked = [experts.weight(product.name, each) for each in range(product.experts)]
             with torch.no_grad():
                 rows = torch.stack(unpacked)
                 whole.get_parameter(name).copy_(rows.mT if transposed else rows)
-    return found, whole
+    return experts_of(model), whole
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -143,3 +149,22 @@ def test_kernels_compute_the_same_sums_in_any_batch(name: str, bits: int) -> Non
             one = slice(token, token + 1)
             alone = fast(rows[one], chosen[one], weights[one].bfloat16())
             assert torch.equal(alone, crowd[one])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_new_weights_are_rounded_like_those_of_a_checkpoint(name: str) -> None:
+    models = [make_model(name, seed=seed).to(torch.bfloat16) for seed in (0, 1)]
+    new = {key: each.float() for key, each in models[1].state_dict().items()}
+    for model in models:
+        quantize(model, 4, 32)
+    updated = wrap_model(models[0], 64)
+    assert WeightSyncManager(updated.module, shards=updated.shards).sync_blocking(new) == 1
+    own, wanted = (model.state_dict() for model in models)
+    assert all(torch.equal(tensor, own[key]) for key, tensor in wanted.items())
+    assert updated.shards is not None
+    read = updated.shards.read()
+    for path, experts in experts_of(models[1]).items():
+        for product in experts.products:
+            rows = read[f"{path}.{product.name}"]
+            first = experts.weight(product.name, 0).bfloat16()
+            assert torch.equal(rows[0].t() if product.transposed else rows[0], first)

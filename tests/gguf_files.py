@@ -69,6 +69,7 @@ def write_gguf(
     architecture: str = "qwen2",
     tokenizer: Change = tiny_tokenizer,
     change: Change = nothing,
+    embedding: str = "",
 ) -> Path:
     """A folder in Transformers' format as one GGUF file.
 
@@ -78,6 +79,7 @@ def write_gguf(
         architecture: GGUF's name for it. Of "llama" the rows of queries and keys are permuted.
         tokenizer: Writes the tokenizer; `nothing` for none.
         change: Writes what else the metadata say.
+        embedding: The type of the embedding; "" is `kind`.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -99,7 +101,8 @@ def write_gguf(
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             kv = "num_key_value_heads" if "k_proj" in name else "num_attention_heads"
             values = _permuted(values, config[kv])
-        wanted = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        own = embedding or kind if "embed_tokens" in name else kind
+        wanted = gguf.GGMLQuantizationType[own if values.ndim > 1 else "F32"]
         stored = gguf.quants.quantize(values.numpy(), wanted)
         writer.add_tensor(_name_of(name), stored, raw_dtype=wanted)
     writer.write_header_to_file()

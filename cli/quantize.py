@@ -62,9 +62,9 @@ def quantize(
 ) -> None:
     """Write a model's folder with quantised weights, and print the error of each layer.
 
-        nano-inference quantize ~/models/qwen3-0.6b ~/models/qwen3-0.6b-int4 --format int4
+        nano-inference quantize models/mine models/mine-int4 --format int4
 
-        nano-inference serve --model ~/models/qwen3-0.6b-int4
+        nano-inference serve --model models/mine-int4
 
     The folder is in compressed-tensors' format, which this package, vLLM and Transformers read. It
     appears once it is complete. Weights are rounded to the nearest code; no data is used.

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
-from ....config import ModelError
+from ....config import EngineConfig, ModelError
 from .checkpoint import INDEX, WEIGHTS, tensor_files
 from .linear.codes import Codes, PlainCodes, unpack_plain
 from .linear.rounding import Rounding, round_rows
 from .model import check_architecture, load_config, takes_images
+from .quantized_loading import roundings_of, stored_config
 
 _SHARD_BYTES = 1 << 30
 _SLAB = 1 << 22
@@ -35,8 +36,7 @@ _SLAB = 1 << 22
 _FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes of safetensors' floating-point dtypes that can be rounded."""
 
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Names of linear layers that choose experts, where they are no class of their own."""
+_OUTPUT = "output layer"
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that vLLM computes in one product."""
@@ -84,8 +84,7 @@ class Plan(NamedTuple):
         files: The file of each tensor.
         quantized: Names of layers that are quantised.
         kept: Why other layers stay as they are, by name.
-        splits: Names of layers that vLLM computes as one, of which only some are quantised; "" if
-            there are none.
+        ignore: The same layers under all names that readers of the folder may have for them.
         dtype: The dtype that weights have when the model is loaded; None for that of the file.
         wanted: How they are quantised.
         num_bytes: Bytes of all tensors.
@@ -96,11 +95,23 @@ class Plan(NamedTuple):
     files: Mapping[str, Path]
     quantized: frozenset[str]
     kept: Mapping[str, str]
-    splits: str
+    ignore: Sequence[str]
     dtype: torch.dtype | None
     wanted: Wanted
     num_bytes: int
     bytes_after: int
+
+    @property
+    def splits(self) -> str:
+        """The first layers that vLLM computes as one, and of which only some are quantised; "" if
+        there are none."""
+        for name in sorted(self.quantized):
+            parent, _, last = name.rpartition(".")
+            for fused in _FUSED:
+                names = [f"{parent}.{each}" for each in fused]
+                if last in fused and any(each in self.kept for each in names):
+                    return ", ".join(names)
+        return ""
 
 
 class _Stored(NamedTuple):
@@ -123,8 +134,8 @@ def plan_folder(folder: Path, wanted: Wanted) -> Plan:
         ModelError: The folder can't be read or quantised.
     """
     hf_config = load_config(folder)
-    if getattr(hf_config, "quantization_config", None) is not None:
-        method = dict(_read_config(folder)["quantization_config"]).get("quant_method", "unknown")
+    if (config := stored_config(hf_config)) is not None:
+        method = config.get("quant_method", "unknown")
         raise ModelError(
             f"{folder} is quantised already (quant_method {method}); give the unquantised model"
         )
@@ -136,26 +147,16 @@ def plan_folder(folder: Path, wanted: Wanted) -> Plan:
             "save it by save_pretrained()"
         )
     stored = _read_headers(files)
-    quantized, kept = _choose(folder, hf_config, stored, wanted)
+    choice = _choose(folder, hf_config, stored, wanted)
     dtype = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else None
     after = sum(
         _bytes_after(each, dtype, wanted)
-        if name.removesuffix(".weight") in quantized
+        if name.removesuffix(".weight") in choice.quantized
         else each.num_bytes
         for name, each in stored.items()
     )
     before = sum(each.num_bytes for each in stored.values())
-    return Plan(
-        folder,
-        files,
-        frozenset(quantized),
-        kept,
-        _splits(quantized, kept),
-        dtype,
-        wanted,
-        before,
-        after,
-    )
+    return Plan(folder, files, *choice, dtype, wanted, before, after)
 
 
 def write_folder(plan: Plan, target: Path, advance: Callable[[int], None]) -> list[LayerReport]:
@@ -208,42 +209,47 @@ class _Target(NamedTuple):
     is_part: bool
 
 
+class _Choice(NamedTuple):
+    """Layers by their names in the checkpoint: see `Plan`."""
+
+    quantized: frozenset[str]
+    kept: dict[str, str]
+    ignore: list[str]
+
+
 def _choose(
     folder: Path, hf_config: PreTrainedConfig, stored: Mapping[str, _Stored], wanted: Wanted
-) -> tuple[dict[str, None], dict[str, str]]:
-    """Return the names of layers that are quantised, and of other linear layers with the reason.
-
-    The names of the others include the model's own, where these differ from the checkpoint's.
-    """
+) -> _Choice:
     auto: Any = AutoModelForImageTextToText if takes_images(hf_config) else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(hf_config)
-    output, inside = model.get_output_embeddings(), {*model.get_decoder().modules()}
-    modules = dict(model.named_modules())
+    modules, output = dict(model.named_modules()), model.get_output_embeddings()
     linear = {name: each for name, each in modules.items() if type(each) is nn.Linear}
-    kept = dict.fromkeys(linear, "stored otherwise")
-    kept |= {name: "output layer" for name, each in linear.items() if each is output}
+    rest, kept = dict(linear), dict[str, str]()
+    rounding = wanted.rounding
+    chosen = roundings_of(
+        model, EngineConfig(quantization="int8" if rounding.bits == 8 else "int4")
+    )
     quantized: dict[str, None] = {}
     parts: dict[str, set[bool]] = {}
-    matched = set()
+    matched, seen = set(), set()
     for name, target in _targets(folder, model, stored, wanted.ignore).items():
-        layer, module = _layer_of(name), linear.get(target.name.removesuffix(".weight"))
-        if isinstance(modules.get(target.name.removesuffix(".weight")), nn.Embedding):
+        layer, own = _layer_of(name), target.name.removesuffix(".weight")
+        module = modules.get(own)
+        if isinstance(module, nn.Embedding):
             continue
         patterns = {
             each for each in wanted.ignore if fnmatchcase(name.removesuffix(".weight"), each)
         }
         matched |= patterns
-        if module is output:
-            why = "output layer"
+        if module is not None and module is output:
+            why = _OUTPUT
         elif patterns:
             why = "--ignore"
-        elif layer.rpartition(".")[2] in _ROUTERS:
-            why = "router"
-        elif module is None and not target.is_part:
+        elif not target.is_part and own not in linear:
             why = "no linear layer"
-        elif module is not None and module not in inside:
-            why = "outside the decoder"
+        elif not target.is_part and own not in chosen:
+            why = "router, gate or other small layer, or outside the decoder"
         else:
             why = _misfit(folder, name, stored[name], wanted)
         parts.setdefault(target.name, set()).add(not why)
@@ -251,15 +257,23 @@ def _choose(
             kept[layer] = why
         else:
             quantized[layer] = None
-            kept.pop(target.name.removesuffix(".weight"), None)
+            rest.pop(own, None)
+        seen.add(own)
+        if target.is_part and not why and rounding.zero_points:
+            raise ModelError(
+                f"{layer} in {folder} is an expert's, whose zero points Transformers can't read; "
+                "leave out --zero-points"
+            )
     for name, states in parts.items():
         if len(states) > 1:
             raise ModelError(
                 f"some of the matrices of {name} would be quantised and others not, which "
                 "Transformers can't load; give a pattern that matches all or none"
             )
+    for name in rest.keys() - seen:
+        kept[name] = _OUTPUT if rest[name] is output else "stored otherwise"
     _check_choice(folder, quantized, kept, [each for each in wanted.ignore if each not in matched])
-    return quantized, kept
+    return _Choice(frozenset(quantized), kept, sorted(kept.keys() | rest))
 
 
 def _layer_of(name: str) -> str:
@@ -321,19 +335,8 @@ def _misfit(folder: Path, name: str, stored: _Stored, wanted: Wanted) -> str:
     return ""
 
 
-def _splits(quantized: Mapping[str, None], kept: Mapping[str, str]) -> str:
-    """Return the names of the first fused layers of which some are quantised and some not."""
-    for name in quantized:
-        parent, _, last = name.rpartition(".")
-        for fused in _FUSED:
-            names = [f"{parent}.{each}" for each in fused]
-            if last in fused and any(each in kept for each in names):
-                return ", ".join(names)
-    return ""
-
-
 def _check_choice(
-    folder: Path, quantized: Mapping[str, None], kept: Mapping[str, str], unmatched: list[str]
+    folder: Path, quantized: Iterable[str], kept: Mapping[str, str], unmatched: list[str]
 ) -> None:
     if unmatched:
         example = next(iter(quantized), next(iter(kept), "none"))
@@ -370,7 +373,7 @@ def _quantize(layer: str, weight: Tensor, wanted: Wanted) -> tuple[dict[str, Ten
         wide = slab.float()
         squares[0] += (unpack_plain(form, plain) - wide).double().square().sum()
         squares[1] += wide.double().square().sum()
-        parts.append(_stored(layer, form, plain, wanted, weight.dtype))
+        parts.append(_tensors_of(layer, form, plain, wanted, weight.dtype))
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if "weight_zero_point" in tensors:
         # Packed along outputs, whose slabs may end within a word.
@@ -381,7 +384,7 @@ def _quantize(layer: str, weight: Tensor, wanted: Wanted) -> tuple[dict[str, Ten
     return tensors, float((squares[0] / squares[1]).sqrt()) if squares[1] else 0.0
 
 
-def _stored(
+def _tensors_of(
     layer: str, form: Codes, plain: PlainCodes, wanted: Wanted, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the tensors of some outputs; zero points are not packed yet."""
@@ -407,7 +410,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     codes = F.pad(codes, (0, -codes.shape[1] % (32 // bits)))
     if bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    return codes.contiguous().view(torch.int32)
+    # Of one column, a transposed tensor counts as contiguous with other strides.
+    return codes.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def _bytes_after(stored: _Stored, dtype: torch.dtype | None, wanted: Wanted) -> int:
@@ -452,7 +456,7 @@ def _describe(plan: Plan) -> dict[str, Any]:
         "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": sorted(plan.kept),
+        "ignore": [*plan.ignore],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
@@ -522,7 +526,11 @@ class _Writer:
         return self._folder / f"{number}.part"
 
     def _write(self) -> None:
-        save_file(self._tensors, self._path(len(self._shards)), metadata={"format": "pt"})
+        path = self._path(len(self._shards))
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self._tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors makes a file for this user alone
         self._shards.append([*self._tensors])
         self._tensors, self._num_bytes = {}, 0
 

@@ -15,28 +15,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
+from .checkpoint import is_coded
+from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
+from .linear.dense import DenseLinear
+from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
-from .sharded_model import widen
 from .system_memory import drop_pages, mapped_files
+from .whole_model import widen
 
 _LEAST_SHARE = 16
 """Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
 
-_KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
+KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
 """Names of layers that are not quantised: routers, indexers, and the layer that latent attention
 multiplies into queries and outputs."""
 
@@ -69,21 +73,30 @@ class CodedLayer(NamedTuple):
         form: The form of the codes.
         tensors: As `pack_plain` returns them.
         order: As of `LayerCodes`.
+        rounding: Makes codes of new weights; None if a format stores the codes.
     """
 
     form: Codes
     tensors: Mapping[str, Tensor]
     order: Tensor | None = None
+    rounding: Rounding | None = None
 
 
 class Plan(ABC):
     """Decides which layers are quantised, and makes their codes.
 
     Attributes:
-        error: Why loading failed, for a person; Transformers only logs what an operation raises.
+        error: Why loading ended early, for a person.
+        label: The format of codes, for people.
     """
 
     error: ModelError | None = None
+    label: str
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what of the checkpoint is ignored or changed; after loading."""
+        return ()
 
     def options(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         """Return arguments for `from_pretrained`, by which our quantizer loads the model."""
@@ -93,8 +106,20 @@ class Plan(ABC):
                 del each.quantization_config
         return {"config": plain, "quantization_config": Loading(self)}
 
+    def dtype(self, own: torch.dtype | None) -> torch.dtype | Literal["auto"]:
+        """Return the dtype of what isn't quantised, and of activations, if the settings name none.
+
+        Args:
+            own: That of config.json.
+        """
+        return "auto"
+
     def prepare(self, model: Any) -> None:  # noqa: B027
         """Called with the whole model on the meta device, before tensors are loaded."""
+
+    def rename(self, conversions: list[Any], model: Any) -> list[Any]:
+        """Return the conversions of tensors, of Transformers' own for the model."""
+        return conversions
 
     @abstractmethod
     def handles(self, name: str) -> bool:
@@ -114,6 +139,7 @@ class MadeAtLoad(Plan):
 
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
+        self.label = config.quantization
         self._config = config
 
     def prepare(self, model: Any) -> None:
@@ -146,16 +172,36 @@ class StoredCodes(Plan):
         """
 
 
-def plan_for(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
-    """Return the plan for a checkpoint, by the settings or the checkpoint's own configuration; None
-    to load it without ours.
+def plan_for(
+    config: EngineConfig,
+    hf_config: PreTrainedConfig,
+    folder: Path | None = None,
+    files: Mapping[str, Path] | None = None,
+) -> Plan | None:
+    """Return the plan for a checkpoint, by its own configuration or the settings; None to load it
+    without ours.
+
+    Args:
+        config: The settings.
+        hf_config: The model's configuration.
+        folder: The checkpoint's folder.
+        files: The file of each tensor; None for plain weights.
 
     Raises:
-        ModelError: The settings ask for codes of weights that are codes already.
+        ModelError: The settings ask for codes of weights that are codes already, or these can't be
+            read.
     """
     stored = stored_config(hf_config)
+    if folder is not None and files and stored is None and any(map(is_coded, files)):
+        from .stored_codes import find_config
+
+        stored = find_config(folder)
     if config.quantization == "auto":
-        return None
+        if stored is None:
+            return None
+        from .stored_codes import FormatCodes
+
+        return FormatCodes(stored, files or {})
     if stored is not None:
         raise ModelError(
             f"engine.quantization {config.quantization}: the checkpoint is quantised already "
@@ -214,6 +260,11 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         owner, _, own = param_name.rpartition(".")
         return own == "weight" and self.plan.handles(owner)
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        renamed = self.plan.rename(weight_conversions, model)
+        found: list[Any] = super().update_weight_conversions(renamed, model)
+        return found
+
     def get_quantize_ops(self) -> ConversionOps:
         return _Collect(self)
 
@@ -258,24 +309,30 @@ class _Collect(ConversionOps):  # type: ignore[misc]
         **_: Any,
     ) -> dict[str, Tensor]:
         plan = self._quantizer.plan
-        found = {name: _single(each) for name, each in input_dict.items()}
+        given = {name: _single(each) for name, each in input_dict.items()}
+        plain: dict[str, Tensor] = {}
         try:
             if isinstance(plan, StoredCodes):
-                stored = {name.removeprefix("\\."): each for name, each in found.items()}
+                stored = {name.removeprefix("\\."): each for name, each in given.items()}
                 found = {full_layer_name: _read(plan, full_layer_name, stored, model)}
-            plain: dict[str, Tensor] = {}
-            for name, tensor in found.items():
-                if isinstance(tensor, Tensor) and isinstance(plan, MadeAtLoad):
-                    tensor = _made(plan, name, tensor)
-                if isinstance(tensor, Tensor):
-                    plain[name] = tensor
-                    continue
-                self._quantizer.collected[name.removesuffix(".weight")] = tensor
-                (missing_keys or set()).discard(name)
+            else:
+                assert isinstance(plan, MadeAtLoad)
+                found = {name: _made(plan, name, each, model) for name, each in given.items()}
         except ModelError as error:
-            plan.error = plan.error or error
-            raise
+            plan.error = error
+            raise _Refused from None
+        for name, weight in found.items():
+            if isinstance(weight, Tensor):
+                plain[name] = weight
+                continue
+            self._quantizer.collected[name.removesuffix(".weight")] = weight
+            if missing_keys is not None:
+                missing_keys.discard(name)
         return plain
+
+
+class _Refused(BaseException):
+    """Ends loading at once: Transformers logs an Exception and loads the rest."""
 
 
 def _single(tensors: Any) -> Tensor:
@@ -283,12 +340,14 @@ def _single(tensors: Any) -> Tensor:
     return tensor
 
 
-def _made(plan: MadeAtLoad, name: str, weight: Tensor) -> CodedLayer | Tensor:
+def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer | Tensor:
     """Return the codes of a weight that the plan names."""
-    if (rounding := plan.roundings.get(name.removesuffix(".weight"))) is None:
+    owner = name.removesuffix(".weight")
+    if (rounding := plan.roundings.get(owner)) is None:
         return weight
     try:
-        layer = CodedLayer(*round_weight(weight, rounding))
+        rows = weight.T if _is_transposed(model, owner) else weight
+        layer = CodedLayer(*round_weight(rows, rounding), rounding=rounding)
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
@@ -331,7 +390,8 @@ def _read(
 
 
 def _is_transposed(model: Any, name: str) -> bool:
-    return isinstance(model.get_submodule(name), Conv1D)
+    method = method_of(model.get_submodule(name))
+    return isinstance(method, DenseLinear) and method.transposed
 
 
 def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
@@ -342,7 +402,7 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     they are small, and their errors multiply.
 
     Raises:
-        ModelError: A pattern of the settings matches no module.
+        ModelError: A pattern of the settings matches no module, or there are no such layers.
     """
     if config.quantization == "auto":
         return {}
@@ -356,25 +416,34 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     text = model.config.get_text_config()
     decoder = model.get_decoder() if text is not model.config else model.base_model
     own = {id(each) for each in decoder.modules()}
+    hidden: int = getattr(text, "hidden_size", 0)
     found = {}
     for name, module in names.items():
         if any(fnmatchcase(name, pattern) for pattern in config.quantization_ignore):
             continue
-        if module is ends[0] and type(module) is nn.Linear:
+        method = method_of(module)
+        if not isinstance(method, DenseLinear):
+            continue
+        if module is ends[0]:
             found[name] = output
-        elif id(module) in own and _is_large(name, module, text.hidden_size):
+        elif id(module) in own and _is_large(name, method, hidden):
             found[name] = inner
     pair = tied_pair(model)
     if pair and pair[0] in found:
         found[pair[1]] = output
+    if not found:
+        raise ModelError(
+            f"engine.quantization: {type(model).__name__} has no linear layers that can be "
+            "quantised; set it to 'auto'"
+        )
     return found
 
 
-def _is_large(name: str, module: nn.Module, hidden: int) -> bool:
+def _is_large(name: str, layer: LinearMethod, hidden: int) -> bool:
     """Return whether a linear layer is quantised: not routers, gates and other small ones."""
-    if type(module) not in (nn.Linear, Conv1D) or _KEPT.search(name):
+    if KEPT.search(name):
         return False
-    return _LEAST_SHARE * min(module.weight.shape) >= hidden  # type: ignore[arg-type]
+    return _LEAST_SHARE * min(layer.inputs, layer.outputs) >= hidden
 
 
 def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
@@ -423,9 +492,12 @@ def _same(one: CodedLayer, other: CodedLayer) -> bool:
 def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
     dtype: torch.dtype = plain.get_parameter("weight").dtype
     if isinstance(plain, nn.Embedding):
-        return QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding = QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding.rounding = layer.rounding
+        return embedding
     bias: Tensor | None = plain.bias  # type: ignore[assignment]
     linear = QuantizedLinear(layer.form, tensors, bias, dtype=dtype)
+    linear.rounding, linear.transposed = layer.rounding, isinstance(plain, Conv1D)
     return linear if layer.order is None else ReorderedLinear(linear, layer.order)
 
 

@@ -39,9 +39,10 @@ class Calls:
 
 
 def pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:
-    """Return the weights of a module's linear layers for the kernels; none if a layer is missing
-    or the kernels don't have it."""
+    """Return the weights of a module's linear layers for the kernels; none if a layer is missing,
+    the kernels don't have it, or only some have codes."""
     methods = [method_of(getattr(module, name, None)) for name in names]
     packed = [None if method is None else method.pack() for method in methods]
     found = [each for each in packed if each is not None]
-    return found if len(found) == len(names) else []
+    alike = len({each.codes is None for each in found}) == 1
+    return found if alike and len(found) == len(names) else []

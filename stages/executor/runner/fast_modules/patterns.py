@@ -47,7 +47,7 @@ def find_patterns(
     for module in model.module.modules():
         if module in shared:
             continue
-        if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
+        if any(each.dtype != model.dtypes.weights for each in _plain_parameters(module)):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if (method := method_of(module)) is not None:
@@ -62,6 +62,13 @@ def find_patterns(
             offers = next(filter(None, (*patterns, _gated_mlp(module, calls))), [])
         if offers:
             yield module, offers
+
+
+def _plain_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Iterate over the parameters that are no codes."""
+    for part in module.modules():
+        if not getattr(part, "holds_codes", False):
+            yield from part.parameters(recurse=False)
 
 
 def _linear(method: LinearMethod, calls: Calls, *, wide: bool) -> list[Forward]:

@@ -48,6 +48,7 @@ from .system_memory import use_huge_pages
 if TYPE_CHECKING:
     from .media import MediaEncoder
     from .mixers.find import Mixers
+    from .quantized_loading import Plan
     from .ranks.pipelining import PipelineRank
     from .state.kinds import IndexKeys
 
@@ -81,7 +82,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         _check_no_decoder_beside(hf_config)
     else:
         check_architecture(hf_config)
-    module = _load_weights(folder, hf_config, config.dtype, without_output=without_output)
+    module = _load_weights(folder, hf_config, config, without_output=without_output)
     try:
         module = module.to(device)
     except torch.OutOfMemoryError:
@@ -147,7 +148,9 @@ def wrap_model(
     limit = min(max_model_len, own_limit or max_model_len)
     output: nn.Module | None = module.get_output_embeddings()
     generates = output is not None
-    weight = getattr(output or module.get_input_embeddings(), "weight", None)
+    end = output or module.get_input_embeddings()
+    # Of codes, a tensor without numbers.
+    weight = getattr(end, "placeholder", getattr(end, "weight", None))
     if pipeline is not None:
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
@@ -274,7 +277,7 @@ def _class_of(mapping: Any, hf_config: PreTrainedConfig) -> type:
 
 
 def _load_weights(
-    folder: Path, hf_config: PreTrainedConfig, dtype_name: str, *, without_output: bool = False
+    folder: Path, hf_config: PreTrainedConfig, config: EngineConfig, *, without_output: bool = False
 ) -> nn.Module:
     # An encoder runs with Transformers' own attention, and may be one.
     options: dict[str, Any] = {}
@@ -283,7 +286,7 @@ def _load_weights(
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
     if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
-    dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     progress = counted_progress
     if (folder / LINK).is_file():
         from .gguf_loading import check_parameters, options_of, progress
@@ -293,6 +296,9 @@ def _load_weights(
         dtype = hf_config.dtype if dtype == "auto" else dtype
     else:
         tensor_files(folder)
+    plan = _plan_of(config, hf_config)
+    if plan is not None:
+        options |= plan.options(hf_config)
     try:
         with progress():
             loaded: Any = auto.from_pretrained(
@@ -306,11 +312,22 @@ def _load_weights(
                 **options,
             )
     except Exception as error:
+        if plan is not None and plan.error is not None:
+            raise plan.error from None
         raise ModelError(f"can't load the model in {folder}: {_first_line(error)}") from error
     module, info = loaded
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
     return frozen
+
+
+def _plan_of(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
+    """Return the plan of quantised layers; None, without importing them, if there are none."""
+    if config.quantization == "auto":
+        return None
+    from .quantized_loading import plan_for
+
+    return plan_for(config, hf_config)
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:

@@ -195,11 +195,11 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None
             whole = make(hf_config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
         raise ModelError(f"can't build {hf_config.model_type}: {error}") from error
-    _widen(whole, dtype)
+    widen(whole, dtype)
     return whole.requires_grad_(False).eval()
 
 
-def _widen(whole: Any, dtype: torch.dtype) -> None:
+def widen(whole: Any, dtype: torch.dtype) -> None:
     """Give weights the dtype that Transformers loads them in, if it is another: routers of some
     mixtures of experts, and their biases, are in float32."""
     plan: dict[str, torch.dtype] = whole._get_dtype_plan(dtype)

@@ -1,0 +1,443 @@
+"""Codes in place of weights, as these come from a checkpoint's files.
+
+Transformers' loader hands each tensor, or the stored tensors of one layer, to an operation of a
+quantizer, here ours. It puts a quantised layer in the place of the plain one, so that the whole
+model is never in memory beside its codes. Two kinds of plans decide what is quantised:
+`MadeAtLoad`, from a checkpoint of plain weights, and `StoredCodes`, a format of quantised
+checkpoints. A format is pure functions from stored tensors to `LayerCodes`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ....config import EngineConfig, ModelError
+from .linear.codes import Codes, PlainCodes, pack_plain
+from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
+from .linear.rounding import Rounding, round_weight
+from .sharded_model import widen
+from .system_memory import drop_pages, mapped_files
+
+_LEAST_SHARE = 16
+"""Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
+
+_KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
+"""Names of layers that are not quantised: routers, indexers, and the layer that latent attention
+multiplies into queries and outputs."""
+
+METHOD = "nano-inference"
+"""The name of our quantizer among Transformers'."""
+
+
+# --- what formats implement ----------------------------------------------------------------------
+
+
+class LayerCodes(NamedTuple):
+    """The weight of one linear layer as a format stores it.
+
+    Attributes:
+        form: The form of the codes.
+        plain: The codes.
+        order: The layer's input of each input of the codes, `[inputs]` int64, where groups are of
+            inputs in another order (GPTQ's act-order); None for the layer's own.
+    """
+
+    form: Codes
+    plain: PlainCodes
+    order: Tensor | None = None
+
+
+class CodedLayer(NamedTuple):
+    """The weight of one linear layer, packed for kernels.
+
+    Attributes:
+        form: The form of the codes.
+        tensors: As `pack_plain` returns them.
+        order: As of `LayerCodes`.
+    """
+
+    form: Codes
+    tensors: Mapping[str, Tensor]
+    order: Tensor | None = None
+
+
+class Plan(ABC):
+    """Decides which layers are quantised, and makes their codes.
+
+    Attributes:
+        error: Why loading failed, for a person; Transformers only logs what an operation raises.
+    """
+
+    error: ModelError | None = None
+
+    def options(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
+        """Return arguments for `from_pretrained`, by which our quantizer loads the model."""
+        plain = copy.deepcopy(hf_config)
+        for each in (plain, plain.get_text_config()):
+            if hasattr(each, "quantization_config"):
+                del each.quantization_config
+        return {"config": plain, "quantization_config": Loading(self)}
+
+    def prepare(self, model: Any) -> None:  # noqa: B027
+        """Called with the whole model on the meta device, before tensors are loaded."""
+
+    @abstractmethod
+    def handles(self, name: str) -> bool:
+        """Return whether a linear layer, or embedding, is quantised; by the module's name."""
+
+    stored: Sequence[str] = ()
+    """Stored tensors of a quantised layer by the ends of their names, beside "bias": such as
+    ("qweight", "qzeros", "scales", "g_idx"). Empty: "weight", in the model's dtype."""
+
+
+class MadeAtLoad(Plan):
+    """Codes of a checkpoint's plain weights, by the settings.
+
+    Attributes:
+        roundings: By the names of modules.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.roundings: dict[str, Rounding] = {}
+        self._config = config
+
+    def prepare(self, model: Any) -> None:
+        try:
+            self.roundings = roundings_of(model, self._config)
+        except ModelError as error:
+            self.error = error
+            raise
+
+    def handles(self, name: str) -> bool:
+        return name in self.roundings
+
+
+class StoredCodes(Plan):
+    """A format of quantised checkpoints."""
+
+    @abstractmethod
+    def read(
+        self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]
+    ) -> LayerCodes | Tensor:
+        """Return a layer's codes; or its weight, `[outputs, inputs]`, to keep it plain.
+
+        Args:
+            name: Name of the module.
+            stored: Those tensors of `stored` that the checkpoint has, in their own dtypes.
+            shape: Outputs and inputs of the layer, by the configuration.
+
+        Raises:
+            ValueError: The tensors don't fit, with the reason.
+        """
+
+
+def plan_for(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
+    """Return the plan for a checkpoint, by the settings or the checkpoint's own configuration; None
+    to load it without ours.
+
+    Raises:
+        ModelError: The settings ask for codes of weights that are codes already.
+    """
+    stored = stored_config(hf_config)
+    if config.quantization == "auto":
+        return None
+    if stored is not None:
+        raise ModelError(
+            f"engine.quantization {config.quantization}: the checkpoint is quantised already "
+            f"({stored.get('quant_method', 'unknown')}); set it to 'auto', or choose a checkpoint "
+            "of plain weights"
+        )
+    return MadeAtLoad(config)
+
+
+def stored_config(hf_config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """Return the `quantization_config` of a checkpoint's config.json; None without one."""
+    for each in (hf_config, hf_config.get_text_config()):
+        found: Any = getattr(each, "quantization_config", None)
+        if found is not None:
+            return found if isinstance(found, Mapping) else found.to_dict()
+    return None
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+class Loading(QuantizationConfigMixin):  # type: ignore[misc]
+    """Brings a plan to our quantizer: `from_pretrained(..., quantization_config=Loading(plan))`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.quant_method = METHOD
+        self.plan = plan
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": METHOD}
+
+    def __deepcopy__(self, _: object) -> Loading:
+        return self
+
+
+@register_quantizer(METHOD)
+class _Quantizer(HfQuantizer):  # type: ignore[misc]
+    """Collects codes while tensors are loaded, and puts their layers in place at the end."""
+
+    quantization_config: Loading
+
+    def __init__(self, quantization_config: Loading, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.plan = quantization_config.plan
+        self.pre_quantized = bool(self.plan.stored)
+        self.collected: dict[str, CodedLayer] = {}
+
+    def __deepcopy__(self, _: object) -> _Quantizer:
+        return self  # a converter is copied for each layer
+
+    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
+        widen(model, dtype)
+        self.plan.prepare(model)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        owner, _, own = param_name.rpartition(".")
+        return own == "weight" and self.plan.handles(owner)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Collect(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        if not self.plan.stored:
+            return []
+        sources = [rf"\.{name}" for name in self.plan.stored]
+        return [WeightConverter(sources, ".weight", [_Collect(self)])]
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        # Stored tensors keep theirs.
+        operations = getattr(converter, "operations", ())
+        if any(isinstance(each, _Collect) for each in operations):
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> None:
+        install(model, self.collected)
+        self.remove_quantization_config(model)
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Collect(ConversionOps):  # type: ignore[misc]
+    """Makes the codes of the layers among some tensors; other tensors stay as they are."""
+
+    def __init__(self, quantizer: _Quantizer) -> None:
+        self._quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        full_layer_name: str,
+        model: Any,
+        missing_keys: set[str] | None = None,
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        plan = self._quantizer.plan
+        found = {name: _single(each) for name, each in input_dict.items()}
+        try:
+            if isinstance(plan, StoredCodes):
+                stored = {name.removeprefix("\\."): each for name, each in found.items()}
+                found = {full_layer_name: _read(plan, full_layer_name, stored, model)}
+            plain: dict[str, Tensor] = {}
+            for name, tensor in found.items():
+                if isinstance(tensor, Tensor) and isinstance(plan, MadeAtLoad):
+                    tensor = _made(plan, name, tensor)
+                if isinstance(tensor, Tensor):
+                    plain[name] = tensor
+                    continue
+                self._quantizer.collected[name.removesuffix(".weight")] = tensor
+                (missing_keys or set()).discard(name)
+        except ModelError as error:
+            plan.error = plan.error or error
+            raise
+        return plain
+
+
+def _single(tensors: Any) -> Tensor:
+    tensor: Tensor = tensors[0] if isinstance(tensors, list) else tensors
+    return tensor
+
+
+def _made(plan: MadeAtLoad, name: str, weight: Tensor) -> CodedLayer | Tensor:
+    """Return the codes of a weight that the plan names."""
+    if (rounding := plan.roundings.get(name.removesuffix(".weight"))) is None:
+        return weight
+    try:
+        layer = CodedLayer(*round_weight(weight, rounding))
+    except ValueError as error:
+        raise ModelError(
+            f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
+            "or choose another checkpoint"
+        ) from None
+    drop_pages(weight, mapped_files())
+    return layer
+
+
+def _read(
+    plan: StoredCodes, name: str, stored: Mapping[str, Tensor], model: Any
+) -> CodedLayer | Tensor:
+    """Return the codes of a layer that the plan handles."""
+    owner, weight = name.removesuffix(".weight"), model.get_parameter_or_buffer(name)
+    if not plan.handles(owner):
+        if [*stored] != ["weight"]:
+            raise ModelError(
+                f"{owner} has the tensors {', '.join(sorted(stored))}, and isn't a quantised layer "
+                "by config.json; copy or download the checkpoint again"
+            )
+        return stored["weight"].to(weight.dtype)
+    shape: torch.Size = weight.shape[::-1] if _is_transposed(model, owner) else weight.shape
+    try:
+        layer = plan.read(owner, stored, (shape[0], shape[1]))
+    except ValueError as error:
+        raise ModelError(f"{owner} can't be read: {error}") from None
+    if isinstance(layer, Tensor):
+        return layer.to(weight.dtype)
+    if (layer.form.outputs, layer.form.inputs) != tuple(shape):
+        found = [layer.form.outputs, layer.form.inputs]
+        raise ModelError(
+            f"{owner} has codes {found}, and config.json makes it {list(shape)}; the two are not "
+            "of one model"
+        )
+    packed = pack_plain(layer.form, layer.plain)
+    files = mapped_files()
+    for tensor in stored.values():
+        drop_pages(tensor, files)
+    return CodedLayer(layer.form, packed, layer.order)
+
+
+def _is_transposed(model: Any, name: str) -> bool:
+    return isinstance(model.get_submodule(name), Conv1D)
+
+
+def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
+    """Return the codes to make of a model's layers by the settings; {} for none.
+
+    They are for linear layers of the text model, and for the output layer with an embedding that is
+    tied to it. Layers that decide where tokens go, or how fast a state decays, stay as they are:
+    they are small, and their errors multiply.
+
+    Raises:
+        ModelError: A pattern of the settings matches no module.
+    """
+    if config.quantization == "auto":
+        return {}
+    names = {name: module for name, module in model.named_modules() if name}
+    _check_patterns(config.quantization_ignore, names)
+    bits: Literal[4, 8] = 8 if config.quantization == "int8" else 4
+    group = config.quantization_group or (128 if bits == 4 else 0)
+    inner = Rounding(bits, group, config.quantization_zero_points)
+    output = Rounding(8, config.quantization_group, config.quantization_zero_points)
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    text = model.config.get_text_config()
+    decoder = model.get_decoder() if text is not model.config else model.base_model
+    own = {id(each) for each in decoder.modules()}
+    found = {}
+    for name, module in names.items():
+        if any(fnmatchcase(name, pattern) for pattern in config.quantization_ignore):
+            continue
+        if module is ends[0] and type(module) is nn.Linear:
+            found[name] = output
+        elif id(module) in own and _is_large(name, module, text.hidden_size):
+            found[name] = inner
+    pair = tied_pair(model)
+    if pair and pair[0] in found:
+        found[pair[1]] = output
+    return found
+
+
+def _is_large(name: str, module: nn.Module, hidden: int) -> bool:
+    """Return whether a linear layer is quantised: not routers, gates and other small ones."""
+    if type(module) not in (nn.Linear, Conv1D) or _KEPT.search(name):
+        return False
+    return _LEAST_SHARE * min(module.weight.shape) >= hidden  # type: ignore[arg-type]
+
+
+def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        near = get_close_matches(pattern, names, 3, 0.3)
+        likely = f"; the closest are {', '.join(near)}" if near else ""
+        raise ModelError(
+            f"engine.quantization_ignore: {pattern!r} matches no module of the model{likely}"
+        )
+
+
+def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
+    """Put quantised layers in the place of a model's plain ones.
+
+    An embedding that is tied to the output layer gets the output layer's codes, or these its.
+
+    Args:
+        model: A Transformers model, on the CPU; the weights of these layers may be on "meta".
+        layers: By the names of the plain layers.
+    """
+    pair = tied_pair(model)
+    layers = dict(layers)
+    known = [layers[name] for name in pair if name in layers]
+    if known and all(_same(each, known[0]) for each in known):
+        # Of a checkpoint with both tensors, they are one only if they are equal.
+        layers.update(dict.fromkeys(pair, known[0]))
+    shared: dict[int, dict[str, nn.Parameter]] = {}
+    for name, layer in layers.items():
+        if id(layer) not in shared:
+            found = layer.tensors.items()
+            shared[id(layer)] = {
+                key: nn.Parameter(each, requires_grad=False) for key, each in found
+            }
+        plain = model.get_submodule(name)
+        model.set_submodule(name, _module(plain, layer, shared[id(layer)]), strict=True)
+
+
+def _same(one: CodedLayer, other: CodedLayer) -> bool:
+    return one.form == other.form and all(
+        map(torch.equal, one.tensors.values(), other.tensors.values())
+    )
+
+
+def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
+    dtype: torch.dtype = plain.get_parameter("weight").dtype
+    if isinstance(plain, nn.Embedding):
+        return QuantizedEmbedding(layer.form, tensors, plain, dtype)
+    bias: Tensor | None = plain.bias  # type: ignore[assignment]
+    linear = QuantizedLinear(layer.form, tensors, bias, dtype=dtype)
+    return linear if layer.order is None else ReorderedLinear(linear, layer.order)
+
+
+def tied_pair(model: Any) -> tuple[str, ...]:
+    """Return the names of output layer and embedding if they have one weight; () if not."""
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    names = {id(module): name for name, module in model.named_modules()}
+    if ends[0] is None or ends[0] is ends[1] or any(id(each) not in names for each in ends):
+        return ()
+    output, embedding = (names[id(each)] for each in ends)
+    # Before they are loaded, by the configuration alone.
+    keys: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    said = keys.get(f"{output}.weight") == f"{embedding}.weight"
+    same = ends[0].weight is ends[1].weight
+    return (output, embedding) if said or same else ()

@@ -274,13 +274,18 @@ class ExecutorStage(Actor):
         if facts is None:
             return
         if facts.quantized:
-            types, dtype = ", ".join(facts.quantized), model.dtypes.weights
+            self.log.info(
+                "gguf_loaded",
+                types=", ".join(facts.quantized),
+                file_bytes=facts.size_bytes,
+                bytes=model.weight_bytes,
+            )
+        if model.unpacked:
             self.log.warning(
                 "gguf_dequantized",
-                types=types,
-                dtype=str(dtype).removeprefix("torch."),
-                file_bytes=facts.size_bytes,
-                bytes=facts.num_parameters * dtype.itemsize,
+                types=", ".join(model.unpacked),
+                dtype=str(model.dtypes.weights).removeprefix("torch."),
+                reason="tensors of these types, or their layers, have no codes",
             )
         if facts.unread:
             self.log.warning(

@@ -112,6 +112,7 @@ class LoadedModel:
             heads; "" for a model without it.
         index_keys: Of layers whose indexers choose the tokens that a query sees.
         encoders: Encoders of the media that the model takes, one for each kind.
+        unpacked: Types of a GGUF file's quantised tensors that are not kept as codes.
     """
 
     module: nn.Module
@@ -134,6 +135,7 @@ class LoadedModel:
     encoders: tuple[MediaEncoder, ...] = ()
     latent_attention: str = ""
     index_keys: tuple[IndexKeys, ...] = ()
+    unpacked: tuple[str, ...] = ()
 
     @property
     def states(self) -> tuple[LayerState, ...]:

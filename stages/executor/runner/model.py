@@ -82,7 +82,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         _check_no_decoder_beside(hf_config)
     else:
         check_architecture(hf_config)
-    module = _load_weights(folder, hf_config, config, without_output=without_output)
+    module, unpacked = _load_weights(folder, hf_config, config, without_output=without_output)
     try:
         module = module.to(device)
     except torch.OutOfMemoryError:
@@ -112,7 +112,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         image_processor=processor,
         latent_attention=config.latent_attention,
     )
-    return replace(model, is_shared=False)
+    return replace(model, is_shared=False, unpacked=unpacked)
 
 
 def wrap_model(
@@ -278,7 +278,8 @@ def _class_of(mapping: Any, hf_config: PreTrainedConfig) -> type:
 
 def _load_weights(
     folder: Path, hf_config: PreTrainedConfig, config: EngineConfig, *, without_output: bool = False
-) -> nn.Module:
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return the module, and `unpacked` of a LoadedModel."""
     # An encoder runs with Transformers' own attention, and may be one.
     options: dict[str, Any] = {}
     if not without_output:
@@ -287,22 +288,24 @@ def _load_weights(
     if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    progress = counted_progress
+    source: Path | None = folder
     if (folder / LINK).is_file():
-        from .gguf_loading import check_parameters, options_of, progress
+        from .gguf_loading import options_of
 
-        check_parameters(folder, hf_config, auto)
-        options |= options_of(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
+        plan, own = options_of(folder, hf_config, config, auto, dtype)
+        options |= own
+        # The class itself: the automatic one takes no tensors without a folder.
+        auto, source = _class_of(auto._model_mapping, hf_config), None
     else:
         tensor_files(folder)
-    plan = _plan_of(config, hf_config)
-    if plan is not None:
-        options |= plan.options(hf_config)
+        plan = _plan_of(config, hf_config)
+        if plan is not None:
+            options |= plan.options(hf_config)
     try:
-        with progress():
+        with counted_progress():
             loaded: Any = auto.from_pretrained(
-                folder,
+                source,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -318,7 +321,7 @@ def _load_weights(
     module, info = loaded
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
-    return frozen
+    return frozen, () if plan is None else plan.unpacked
 
 
 def _plan_of(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:

@@ -273,20 +273,6 @@ class ExecutorStage(Actor):
         facts = facts_of(folder_of(self.config.engine.model_folder))
         if facts is None:
             return
-        if facts.quantized:
-            self.log.info(
-                "gguf_loaded",
-                types=", ".join(facts.quantized),
-                file_bytes=facts.size_bytes,
-                bytes=model.weight_bytes,
-            )
-        if model.unpacked:
-            self.log.warning(
-                "gguf_dequantized",
-                types=", ".join(model.unpacked),
-                dtype=str(model.dtypes.weights).removeprefix("torch."),
-                reason="tensors of these types, or their layers, have no codes",
-            )
         if facts.unread:
             self.log.warning(
                 "gguf_positions_unread",

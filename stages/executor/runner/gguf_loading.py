@@ -17,8 +17,8 @@ from ....text.gguf_header import read_header
 from .gguf_tensors import GgufFile, LazyBlocks, LazyTensor, Target, has_blocks, slab_of, targets_of
 from .linear.codes import PANEL, PlainCodes, pack_plain
 from .linear.formats.gguf import KINDS
-from .quantized_loading import CodedLayer, Plan, StoredCodes, plan_for
-from .sharded_model import widen
+from .quantized_loading import KEPT, CodedLayer, Plan, StoredCodes, plan_for
+from .whole_model import widen
 
 
 def options_of(
@@ -57,7 +57,7 @@ def options_of(
     coded = {
         name: target
         for name, target in owners.items()
-        if has_blocks(target, file.header, modules.get(name))
+        if not KEPT.search(name) and has_blocks(target, file.header, modules.get(name))
     }
     there = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     state: dict[str, Any] = {}
@@ -69,8 +69,7 @@ def options_of(
             state[name] = LazyTensor(file, target, there[name].dtype)
             unpacked |= {tensors[source].kind for source in target.sources}
     if facts.quantized:
-        kinds = tuple(kind for kind in facts.quantized if kind in unpacked)
-        plan: Plan | None = _KeptBlocks(file, coded, kinds)
+        plan: Plan | None = _KeptBlocks(file, coded, unpacked & {*facts.quantized})
     else:
         plan = plan_for(config, hf_config)
     options = {"config": hf_config} if plan is None else plan.options(hf_config)
@@ -96,17 +95,24 @@ class _KeptBlocks(StoredCodes):
 
     stored = ("weight",)
 
-    def __init__(
-        self, file: GgufFile, targets: Mapping[str, Target], unpacked: tuple[str, ...]
-    ) -> None:
+    def __init__(self, file: GgufFile, targets: Mapping[str, Target], unpacked: set[str]) -> None:
         """Take the plan.
 
         Args:
             file: The file.
             targets: The weights whose blocks are kept, by the names of modules.
-            unpacked: Types of tensors that aren't.
+            unpacked: Types of quantised tensors that aren't.
         """
-        self._file, self._targets, self.unpacked = file, targets, unpacked
+        self._file, self._targets, self._unpacked = file, targets, unpacked
+        kinds = {file.header.tensors[each.sources[0]].kind for each in targets.values()}
+        self.label = f"GGUF {', '.join(sorted(kinds))}" if kinds else "GGUF, unpacked"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self._unpacked:
+            return ()
+        kinds = ", ".join(sorted(self._unpacked))
+        return (f"tensors in {kinds} are unpacked to plain weights, some or all",)
 
     def handles(self, name: str) -> bool:
         return name in self._targets

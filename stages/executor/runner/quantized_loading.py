@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
+from .checkpoint import is_coded
 from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
 from .linear.dense import DenseLinear
@@ -39,7 +41,7 @@ from .whole_model import widen
 _LEAST_SHARE = 16
 """Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
 
-_KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
+KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
 """Names of layers that are not quantised: routers, indexers, and the layer that latent attention
 multiplies into queries and outputs."""
 
@@ -86,9 +88,16 @@ class Plan(ABC):
 
     Attributes:
         error: Why loading ended early, for a person.
+        label: The format of codes, for people.
     """
 
     error: ModelError | None = None
+    label: str
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what of the checkpoint is ignored or changed; after loading."""
+        return ()
 
     def options(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         """Return arguments for `from_pretrained`, by which our quantizer loads the model."""
@@ -98,8 +107,20 @@ class Plan(ABC):
                 del each.quantization_config
         return {"config": plain, "quantization_config": Loading(self)}
 
+    def dtype(self, own: torch.dtype | None) -> torch.dtype | Literal["auto"]:
+        """Return the dtype of what isn't quantised, and of activations, if the settings name none.
+
+        Args:
+            own: That of config.json.
+        """
+        return "auto"
+
     def prepare(self, model: Any) -> None:  # noqa: B027
         """Called with the whole model on the meta device, before tensors are loaded."""
+
+    def rename(self, conversions: list[Any], model: Any) -> list[Any]:
+        """Return the conversions of tensors, of Transformers' own for the model."""
+        return conversions
 
     @abstractmethod
     def handles(self, name: str) -> bool:
@@ -122,6 +143,7 @@ class MadeAtLoad(Plan):
 
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
+        self.label = config.quantization
         self._config = config
 
     def prepare(self, model: Any) -> None:
@@ -154,16 +176,36 @@ class StoredCodes(Plan):
         """
 
 
-def plan_for(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
-    """Return the plan for a checkpoint, by the settings or the checkpoint's own configuration; None
-    to load it without ours.
+def plan_for(
+    config: EngineConfig,
+    hf_config: PreTrainedConfig,
+    folder: Path | None = None,
+    files: Mapping[str, Path] | None = None,
+) -> Plan | None:
+    """Return the plan for a checkpoint, by its own configuration or the settings; None to load it
+    without ours.
+
+    Args:
+        config: The settings.
+        hf_config: The model's configuration.
+        folder: The checkpoint's folder.
+        files: The file of each tensor; None for plain weights.
 
     Raises:
-        ModelError: The settings ask for codes of weights that are codes already.
+        ModelError: The settings ask for codes of weights that are codes already, or these can't be
+            read.
     """
     stored = stored_config(hf_config)
+    if folder is not None and files and stored is None and any(map(is_coded, files)):
+        from .stored_codes import find_config
+
+        stored = find_config(folder)
     if config.quantization == "auto":
-        return None
+        if stored is None:
+            return None
+        from .stored_codes import FormatCodes
+
+        return FormatCodes(stored, files or {})
     if stored is not None:
         raise ModelError(
             f"engine.quantization {config.quantization}: the checkpoint is quantised already "
@@ -220,6 +262,11 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return self.plan.handles(param_name.removesuffix(".weight"))
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        renamed = self.plan.rename(weight_conversions, model)
+        found: list[Any] = super().update_weight_conversions(renamed, model)
+        return found
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Collect(self)
@@ -415,7 +462,7 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
 
 def _is_large(name: str, layer: LinearMethod, hidden: int) -> bool:
     """Return whether a linear layer is quantised: not routers, gates and other small ones."""
-    if _KEPT.search(name):
+    if KEPT.search(name):
         return False
     return _LEAST_SHARE * min(layer.inputs, layer.outputs) >= hidden
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None
         ModelError: Transformers can't build it.
     """
     auto: Any = AutoModelForCausalLM
+    hf_config = copy.deepcopy(hf_config)  # which gets the attention
     try:
         with torch.device("meta"):
             make = auto.from_config if kind is None else kind._from_config

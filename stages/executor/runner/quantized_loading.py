@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
-from .checkpoint import is_coded
 from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
 from .linear.dense import DenseLinear
@@ -170,43 +168,28 @@ class StoredCodes(Plan):
         """
 
 
-def plan_for(
-    config: EngineConfig,
-    hf_config: PreTrainedConfig,
-    folder: Path | None = None,
-    files: Mapping[str, Path] | None = None,
-) -> Plan | None:
-    """Return the plan for a checkpoint, by its own configuration or the settings; None to load it
-    without ours.
-
-    Args:
-        config: The settings.
-        hf_config: The model's configuration.
-        folder: The checkpoint's folder.
-        files: The file of each tensor; None for plain weights.
+def plan_for(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
+    """Return the plan for a checkpoint of plain weights, by the settings; None to load it without
+    ours.
 
     Raises:
-        ModelError: The settings ask for codes of weights that are codes already, or these can't be
-            read.
+        ModelError: The settings ask for codes of weights that are codes already.
     """
-    stored = stored_config(hf_config)
-    if folder is not None and files and stored is None and any(map(is_coded, files)):
-        from .stored_codes import find_config
-
-        stored = find_config(folder)
     if config.quantization == "auto":
-        if stored is None:
-            return None
-        from .stored_codes import FormatCodes
-
-        return FormatCodes(stored, files or {})
+        return None
+    stored = stored_config(hf_config)
     if stored is not None:
-        raise ModelError(
-            f"engine.quantization {config.quantization}: the checkpoint is quantised already "
-            f"({stored.get('quant_method', 'unknown')}); set it to 'auto', or choose a checkpoint "
-            "of plain weights"
-        )
+        raise quantized_already(config, stored)
     return MadeAtLoad(config)
+
+
+def quantized_already(config: EngineConfig, stored: Mapping[str, Any]) -> ModelError:
+    """Return the error for settings that ask for codes of weights that are codes."""
+    return ModelError(
+        f"engine.quantization {config.quantization}: the checkpoint is quantised already "
+        f"({stored.get('quant_method', 'unknown')}); set it to 'auto', or choose a checkpoint of "
+        "plain weights"
+    )
 
 
 def stored_config(hf_config: PreTrainedConfig) -> Mapping[str, Any] | None:

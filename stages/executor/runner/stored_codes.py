@@ -15,15 +15,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from ....config import ModelError
-from .checkpoint import UNREADABLE
+from ....config import EngineConfig, ModelError
+from .checkpoint import UNREADABLE, is_coded
 from .linear.codes import unpack_plain
 from .linear.formats.choose import format_of
 from .linear.formats.stored import ReadLayer, StoredLayer
-from .quantized_loading import KEPT, LayerCodes, StoredCodes
+from .quantized_loading import (
+    KEPT,
+    LayerCodes,
+    Plan,
+    StoredCodes,
+    plan_for,
+    quantized_already,
+    stored_config,
+)
 
 _OLD_FILES: dict[str, dict[str, str]] = {
     "quantize_config.json": {"quant_method": "gptq"},
@@ -33,7 +42,33 @@ _OLD_FILES: dict[str, dict[str, str]] = {
 """Configurations of checkpoints whose config.json has none: of AutoGPTQ, AutoAWQ and ModelOpt."""
 
 
-def find_config(folder: Path) -> Mapping[str, Any]:
+def plan_of(
+    config: EngineConfig, hf_config: PreTrainedConfig, folder: Path, files: Mapping[str, Path]
+) -> Plan | None:
+    """Return the plan for a checkpoint, by its own configuration or the settings; None to load it
+    without ours.
+
+    Args:
+        config: The settings.
+        hf_config: The model's configuration.
+        folder: The checkpoint's folder.
+        files: The file of each tensor in files of safetensors.
+
+    Raises:
+        ModelError: The settings ask for codes of weights that are codes already, or these can't be
+            read.
+    """
+    stored = stored_config(hf_config)
+    if stored is None and any(map(is_coded, files)):
+        stored = _find_config(folder)
+    if stored is None:
+        return plan_for(config, hf_config)
+    if config.quantization != "auto":
+        raise quantized_already(config, stored)
+    return FormatCodes(stored, files)
+
+
+def _find_config(folder: Path) -> Mapping[str, Any]:
     """Return the quantization_config of a checkpoint whose config.json has none.
 
     Raises:

@@ -44,6 +44,7 @@ from .media import SUPPORTED
 from .mixers.marks import has_mixers
 from .progress import counted_progress
 from .ranks.rank_error import RankError
+from .shards import ShardedWeights
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
@@ -172,12 +173,13 @@ def wrap_model(
         encoders = (VisionModel(module, image_processor, look_ahead(module)),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     provide_lengths(module)
+    # A stage's first tensor may be one that is kept in float32.
+    dtype = weight.dtype if pipeline is None else pipeline.dtype
     return LoadedModel(
         module=module,
         hf_config=hf_config,
         device=weight.device,
-        # A stage's first tensor may be one that is kept in float32.
-        dtypes=Dtypes.of(weight.dtype if pipeline is None else pipeline.dtype),
+        dtypes=Dtypes.of(dtype),
         max_model_len=limit,
         vocab_size=weight.shape[0],
         layers=tuple(probe.layers[index] for index in indices),
@@ -187,11 +189,21 @@ def wrap_model(
         mixers=mixers,
         generates=generates,
         is_shared=True,
+        shards=_places_in(module, dtype),
         pipeline=pipeline,
         encoders=encoders,
         latent_attention=latents,
         index_keys=index_keys,
     )
+
+
+def _places_in(module: Any, dtype: torch.dtype) -> ShardedWeights | None:
+    """Return the places of the unquantised model's tensors; None of a model without codes."""
+    if not any(getattr(each, "holds_codes", False) for each in module.modules()):
+        return None
+    from .whole_model import make_whole
+
+    return ShardedWeights.of(module, whole=make_whole(module.config, dtype, type(module)))
 
 
 def _attention_of(hf_config: PreTrainedConfig, name: str) -> str | dict[str, str]:

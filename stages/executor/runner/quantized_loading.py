@@ -29,11 +29,12 @@ from ....config import EngineConfig, ModelError
 from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
 from .linear.dense import DenseLinear
+from .linear.experts import expert_products, is_other_mixture, put_codes, round_experts
 from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
-from .sharded_model import widen
 from .system_memory import drop_pages, mapped_files
+from .whole_model import widen
 
 _LEAST_SHARE = 16
 """Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
@@ -65,17 +66,19 @@ class LayerCodes(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """The weight of one linear layer, packed for kernels.
+    """The weight of one linear layer, or of one product of all experts, packed for kernels.
 
     Attributes:
-        form: The form of the codes.
-        tensors: As `pack_plain` returns them.
+        form: The form of the codes, of one expert.
+        tensors: As `pack_plain` returns them; of experts as `stack_codes`.
         order: As of `LayerCodes`.
+        rounding: Makes codes of new weights; None if a format stores the codes.
     """
 
     form: Codes
     tensors: Mapping[str, Tensor]
     order: Tensor | None = None
+    rounding: Rounding | None = None
 
 
 class Plan(ABC):
@@ -83,10 +86,12 @@ class Plan(ABC):
 
     Attributes:
         error: Why loading ended early, for a person.
+        activation_bits: As in EngineConfig.
         label: The format of codes, for people.
     """
 
     error: ModelError | None = None
+    activation_bits: Literal[16, 8] = 16
     label: str
 
     @property
@@ -119,7 +124,10 @@ class Plan(ABC):
 
     @abstractmethod
     def handles(self, name: str) -> bool:
-        """Return whether a linear layer, or embedding, is quantised; by the module's name."""
+        """Return whether a linear layer, or embedding, is quantised; by the module's name.
+
+        Stacked weights of experts count as modules by the parameter's name.
+        """
 
     stored: Sequence[str] = ()
     """Stored tensors of a quantised layer by the ends of their names, beside "bias": such as
@@ -136,6 +144,7 @@ class MadeAtLoad(Plan):
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
         self.label = config.quantization
+        self.activation_bits = config.activation_bits
         self._config = config
 
     def prepare(self, model: Any) -> None:
@@ -238,8 +247,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         self.plan.prepare(model)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        owner, _, own = param_name.rpartition(".")
-        return own == "weight" and self.plan.handles(owner)
+        return self.plan.handles(param_name.removesuffix(".weight"))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         renamed = self.plan.rename(weight_conversions, model)
@@ -263,7 +271,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         return super().get_new_dtype(converter, param, dtype)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
-        install(model, self.collected)
+        install(model, self.collected, self.plan.activation_bits)
         self.remove_quantization_config(model)
 
     def is_serializable(self) -> bool:
@@ -327,15 +335,19 @@ def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer
     if (rounding := plan.roundings.get(owner)) is None:
         return weight
     try:
-        rows = weight.T if _is_transposed(model, owner) else weight
-        layer = CodedLayer(*round_weight(rows, rounding))
+        if products := expert_products(model.get_submodule(name.rpartition(".")[0])):
+            transposed = products[0].transposed
+            made = round_experts(weight, rounding, transposed=transposed)
+        else:
+            rows = weight.T if _is_transposed(model, owner) else weight
+            made = round_weight(rows, rounding)
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
             "or choose another checkpoint"
         ) from None
     drop_pages(weight, mapped_files())
-    return layer
+    return CodedLayer(*made, rounding=rounding)
 
 
 def _read(
@@ -378,17 +390,23 @@ def _is_transposed(model: Any, name: str) -> bool:
 def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     """Return the codes to make of a model's layers by the settings; {} for none.
 
-    They are for linear layers of the text model, and for the output layer with an embedding that is
-    tied to it. Layers that decide where tokens go, or how fast a state decays, stay as they are:
-    they are small, and their errors multiply.
+    They are for linear layers and experts of the text model, and for the output layer with an
+    embedding that is tied to it. Layers that decide where tokens go, or how fast a state decays,
+    stay as they are: they are small, and their errors multiply.
 
     Raises:
-        ModelError: A pattern of the settings matches no module, or there are no such layers.
+        ModelError: A pattern of the settings matches no module, there are no such layers, or there
+            are experts of an unknown kind.
     """
     if config.quantization == "auto":
         return {}
     names = {name: module for name, module in model.named_modules() if name}
-    _check_patterns(config.quantization_ignore, names)
+    stacked = {
+        f"{name}.{each.name}": module
+        for name, module in names.items()
+        for each in expert_products(module)
+    }
+    _check_patterns(config.quantization_ignore, [*names, *stacked])
     bits: Literal[4, 8] = 8 if config.quantization == "int8" else 4
     group = config.quantization_group or (128 if bits == 4 else 0)
     inner = Rounding(bits, group, config.quantization_zero_points)
@@ -399,16 +417,24 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     own = {id(each) for each in decoder.modules()}
     hidden: int = getattr(text, "hidden_size", 0)
     found = {}
-    for name, module in names.items():
+    for name, module in [*names.items(), *stacked.items()]:
         if any(fnmatchcase(name, pattern) for pattern in config.quantization_ignore):
             continue
         method = method_of(module)
-        if not isinstance(method, DenseLinear):
-            continue
-        if module is ends[0]:
+        layer = method if isinstance(method, DenseLinear) else None
+        if layer is not None and module is ends[0]:
             found[name] = output
-        elif id(module) in own and _is_large(name, method, hidden):
+        elif id(module) not in own:
+            continue
+        elif name in stacked or (layer is not None and _is_large(name, layer, hidden)):
             found[name] = inner
+        elif is_other_mixture(module):
+            raise ModelError(
+                f"engine.quantization {config.quantization}: {name} ({type(module).__name__}) has "
+                "experts of a kind that can't be quantised; add "
+                f"'*.{name.rpartition('.')[2]}*' to engine.quantization_ignore to keep them as "
+                "they are"
+            )
     pair = tied_pair(model)
     if pair and pair[0] in found:
         found[pair[1]] = output
@@ -438,7 +464,9 @@ def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
         )
 
 
-def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
+def install(
+    model: Any, layers: Mapping[str, CodedLayer], activation_bits: Literal[16, 8] = 16
+) -> None:
     """Put quantised layers in the place of a model's plain ones.
 
     An embedding that is tied to the output layer gets the output layer's codes, or these its.
@@ -446,6 +474,7 @@ def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
     Args:
         model: A Transformers model, on the CPU; the weights of these layers may be on "meta".
         layers: By the names of the plain layers.
+        activation_bits: As in EngineConfig.
     """
     pair = tied_pair(model)
     layers = dict(layers)
@@ -455,13 +484,20 @@ def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
         layers.update(dict.fromkeys(pair, known[0]))
     shared: dict[int, dict[str, nn.Parameter]] = {}
     for name, layer in layers.items():
+        if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
+            codes = put_codes(model, name, layer.form, layer.tensors, layer.rounding)
+            codes.activation_bits = activation_bits
+            continue
         if id(layer) not in shared:
             found = layer.tensors.items()
             shared[id(layer)] = {
                 key: nn.Parameter(each, requires_grad=False) for key, each in found
             }
-        plain = model.get_submodule(name)
-        model.set_submodule(name, _module(plain, layer, shared[id(layer)]), strict=True)
+        new = _module(model.get_submodule(name), layer, shared[id(layer)])
+        model.set_submodule(name, new, strict=True)
+        for each in new.modules():
+            if isinstance(each, QuantizedLinear):
+                each.activation_bits = activation_bits
 
 
 def _same(one: CodedLayer, other: CodedLayer) -> bool:
@@ -473,9 +509,14 @@ def _same(one: CodedLayer, other: CodedLayer) -> bool:
 def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
     dtype: torch.dtype = plain.get_parameter("weight").dtype
     if isinstance(plain, nn.Embedding):
-        return QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding = QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding.rounding = layer.rounding
+        return embedding
     bias: Tensor | None = plain.bias  # type: ignore[assignment]
     linear = QuantizedLinear(layer.form, tensors, bias, dtype=dtype)
+    method = method_of(plain)
+    linear.rounding = layer.rounding
+    linear.transposed = isinstance(method, DenseLinear) and method.transposed
     return linear if layer.order is None else ReorderedLinear(linear, layer.order)
 
 

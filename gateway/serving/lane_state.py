@@ -175,7 +175,7 @@ class ServedModels:
         owners = (expert_owners(report.load) for report in reports)
         return next(filter(None, owners), ())
 
-    async def facts(self) -> dict[str, int | str]:
+    async def facts(self) -> dict[str, int | float | str]:
         """Return the size of a sequence's recurrent state and the format of quantised weights;
         those without, or while unknown, are left out."""
         try:

@@ -203,6 +203,7 @@ class ExecutorStage(Actor):
             attention=core.runner.backend.name,
             graphs=core.off.get("graphs", "recorded"),
             latent_attention=core.model.latent_attention or "none",
+            quantization=core.model.quantization or "none",
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",
@@ -270,6 +271,8 @@ class ExecutorStage(Actor):
                 device=self._facts["device"],
                 reason="no test has run on such a device",
             )
+        for note in model.quantization_notes:
+            self.log.warning("checkpoint_changed", format=model.quantization, reason=note)
         facts = facts_of(folder_of(self.config.engine.model_folder))
         if facts is None:
             return

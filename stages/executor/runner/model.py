@@ -349,9 +349,9 @@ def _plan_of(
     stored = any(getattr(each, "quantization_config", None) is not None for each in parts)
     if config.quantization == "auto" and not stored and not any(map(is_coded, files)):
         return None
-    from .quantized_loading import plan_for
+    from .stored_codes import plan_of
 
-    return plan_for(config, hf_config, folder, files)
+    return plan_of(config, hf_config, folder, files)
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:

@@ -333,9 +333,9 @@ _SHARED_FIELDS = set(TrainingSample.__struct_fields__) & set(CompletionSample.__
 
 
 def make_sample(
-    request: Unfinished, completion: Completion, sample: CompletionSample
+    request: Unfinished, completion: Completion, sample: CompletionSample, quantization: str
 ) -> TrainingSample:
-    """Return one sample of a finished request."""
+    """Return one sample of a finished request, by weights with codes of the named form."""
     recipe = completion.recipe
     if recipe is not None and len(recipe.seeds) > 1:
         recipe = msgspec.structs.replace(recipe, seeds=(recipe.seeds[sample.sample_index],))
@@ -347,6 +347,7 @@ def make_sample(
         request_id=request.request_id,
         kv_session=completion.kv_session,
         recipe=recipe,
+        quantization=quantization,
         from_response_cache=completion.usage.cached_completion_tokens > 0,
         time=completion.usage.time,
         billed_ns=completion.usage.billed_ns,

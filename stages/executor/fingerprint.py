@@ -33,6 +33,9 @@ _SETTINGS = (
     "latent_attention",
     "cuda_graphs",
     "ignored_schema_keywords",
+    "quantization_ignore",
+    "activation_bits",
+    "kv_dtype",
 )
 """Settings of the engine that change numbers and have no field of their own in Fingerprint."""
 
@@ -87,6 +90,7 @@ def fingerprint(
         # Our kernels divide no sum among threads.
         threads=torch.get_num_threads() if on_cpu and not is_whole else 0,
         dtype=str(model.dtypes.weights).removeprefix("torch."),
+        quantization=model.quantization,
         kernels=kernels_of(model) if with_kernels else "none",
         code=code_of(model) if with_kernels else "",
         attention=runner.backend.name,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ....config import ModelError
 from .attention_options import AttentionOptions, Span
 from .shards import ShardedWeights
 from .state.kinds import IndexKeys, LayerState, StateTensor
@@ -156,6 +157,16 @@ class LoadedModel:
         """The number of the whole model's parameters."""
         return sum(each.numel() for each in self.whole.parameters())
 
+    @cached_property
+    def quantization(self) -> str:
+        """The forms of its codes, such as "int4-128+int8"; "" for plain weights."""
+        modules = (each for each in self.module.modules() if hasattr(each, "form"))
+        names = {
+            each.form.name + ("-zero-points" if "offsets" in each._parameters else "")
+            for each in modules
+        }
+        return "+".join(sorted(names))
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the whole model's parameters."""
@@ -178,6 +189,20 @@ class LoadedModel:
     def vision(self) -> MediaEncoder | None:
         """The encoder of images; None if the model takes none."""
         return next((each for each in self.encoders if each.kind == "image"), None)
+
+
+def add_unquantized(model: LoadedModel, module: nn.Module) -> None:
+    """Have updates of a model with codes replace the weights of a plain one, too.
+
+    Raises:
+        ModelError: The model has no codes.
+    """
+    if model.shards is None or not model.quantization:
+        raise ModelError(
+            "engine.reference_model_path unquantized: no layer of the model is quantised; leave it "
+            "out, or name fewer layers in engine.quantization_ignore"
+        )
+    model.shards.others.append(module)
 
 
 def experts_of(hf_config: Any) -> tuple[int, int]:

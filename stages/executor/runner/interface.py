@@ -39,6 +39,7 @@ from .kv_cache import count_slots as count_slots
 from .kv_cache import count_snapshots
 from .kv_cache import fit_batch_size as fit_batch_size
 from .kv_cache import slot_bytes as slot_bytes
+from .kv_cache import with_kv_dtype as with_kv_dtype
 from .loaded_model import LoadedModel as LoadedModel
 from .media import MediaEmbeddings as MediaEmbeddings
 from .media import MediaEncoder as MediaEncoder

@@ -26,6 +26,10 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
 
+SCALES = torch.bfloat16
+"""Dtype of the scales of keys and values that are kept as codes."""
+
+
 class Dtypes(NamedTuple):
     """The dtypes of a model, one for each kind of tensor."""
 
@@ -50,6 +54,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
         chunk: Likewise.
         source: The `layer_idx` of the layer whose keys and values it reads; None if it has its own.
         is_latent: Whether values are the first numbers of the keys, and not kept again.
+        codes: Dtype of the codes that keys and values are kept as, with a scale for each token and
+            head (`kv_codes`); None for numbers in the cache's dtype.
     """
 
     num_kv_heads: int
@@ -59,6 +65,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     chunk: int | None = None
     source: int | None = None
     is_latent: bool = False
+    codes: torch.dtype | None = None
 
     @property
     def span(self) -> Span:
@@ -66,11 +73,16 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return Span(self.window, self.chunk)
 
     def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the state: keys, and values unless they are in the keys; or another layer's."""
+        """Return the state: keys, and values unless they are in the keys, then the scales of codes;
+        nothing for another layer's."""
         if self.source is not None:
             return ()
+        heads, kept = self.num_kv_heads, self.codes or dtype
         widths = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
-        return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
+        numbers = tuple(StateTensor((heads, each), kept, True) for each in widths)
+        if self.codes is None:
+            return numbers
+        return (*numbers, *(StateTensor((heads,), SCALES, True) for _ in widths))
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ class LoadedModel:
             only; in eval mode, without gradients.
         hf_config: Its configuration.
         device: The device of the weights.
-        dtypes: Dtypes of weights, activations and KV cache.
+        dtypes: Dtypes of weights, activations, and keys and values as attention reads them.
         max_model_len: The configured limit, at most the model's own, in tokens.
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
@@ -102,6 +114,8 @@ class LoadedModel:
             heads; "" for a model without it.
         index_keys: Of layers whose indexers choose the tokens that a query sees.
         encoders: Encoders of the media that the model takes, one for each kind.
+        quantization: The format of quantised weights, for people; "" for plain weights.
+        quantization_notes: Sentences about what of such a checkpoint is ignored or changed.
     """
 
     module: nn.Module
@@ -124,6 +138,8 @@ class LoadedModel:
     encoders: tuple[MediaEncoder, ...] = ()
     latent_attention: str = ""
     index_keys: tuple[IndexKeys, ...] = ()
+    quantization: str = ""
+    quantization_notes: tuple[str, ...] = ()
 
     @property
     def states(self) -> tuple[LayerState, ...]:

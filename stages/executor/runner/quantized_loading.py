@@ -15,19 +15,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
+from .checkpoint import is_coded
+from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
+from .linear.dense import DenseLinear
+from .linear.experts import expert_products, is_other_mixture, put_codes, round_experts
+from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
 from .system_memory import drop_pages, mapped_files
@@ -36,7 +41,7 @@ from .whole_model import widen
 _LEAST_SHARE = 16
 """Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
 
-_KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
+KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
 """Names of layers that are not quantised: routers, indexers, and the layer that latent attention
 multiplies into queries and outputs."""
 
@@ -63,11 +68,11 @@ class LayerCodes(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """The weight of one linear layer, packed for kernels.
+    """The weight of one linear layer, or of one product of all experts, packed for kernels.
 
     Attributes:
-        form: The form of the codes.
-        tensors: As `pack_plain` returns them.
+        form: The form of the codes, of one expert.
+        tensors: As `pack_plain` returns them; of experts as `stack_codes`.
         order: As of `LayerCodes`.
         rounding: Makes codes of new weights; None if a format stores the codes.
     """
@@ -82,10 +87,19 @@ class Plan(ABC):
     """Decides which layers are quantised, and makes their codes.
 
     Attributes:
-        error: Why loading failed, for a person; Transformers only logs what an operation raises.
+        error: Why loading ended early, for a person.
+        activation_bits: As in EngineConfig.
+        label: The format of codes, for people.
     """
 
     error: ModelError | None = None
+    activation_bits: Literal[16, 8] = 16
+    label: str
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what of the checkpoint is ignored or changed; after loading."""
+        return ()
 
     def options(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         """Return arguments for `from_pretrained`, by which our quantizer loads the model."""
@@ -95,12 +109,27 @@ class Plan(ABC):
                 del each.quantization_config
         return {"config": plain, "quantization_config": Loading(self)}
 
+    def dtype(self, own: torch.dtype | None) -> torch.dtype | Literal["auto"]:
+        """Return the dtype of what isn't quantised, and of activations, if the settings name none.
+
+        Args:
+            own: That of config.json.
+        """
+        return "auto"
+
     def prepare(self, model: Any) -> None:  # noqa: B027
         """Called with the whole model on the meta device, before tensors are loaded."""
 
+    def rename(self, conversions: list[Any], model: Any) -> list[Any]:
+        """Return the conversions of tensors, of Transformers' own for the model."""
+        return conversions
+
     @abstractmethod
     def handles(self, name: str) -> bool:
-        """Return whether a linear layer, or embedding, is quantised; by the module's name."""
+        """Return whether a linear layer, or embedding, is quantised; by the module's name.
+
+        Stacked weights of experts count as modules by the parameter's name.
+        """
 
     stored: Sequence[str] = ()
     """Stored tensors of a quantised layer by the ends of their names, beside "bias": such as
@@ -116,6 +145,8 @@ class MadeAtLoad(Plan):
 
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
+        self.label = config.quantization
+        self.activation_bits = config.activation_bits
         self._config = config
 
     def prepare(self, model: Any) -> None:
@@ -148,16 +179,36 @@ class StoredCodes(Plan):
         """
 
 
-def plan_for(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
-    """Return the plan for a checkpoint, by the settings or the checkpoint's own configuration; None
-    to load it without ours.
+def plan_for(
+    config: EngineConfig,
+    hf_config: PreTrainedConfig,
+    folder: Path | None = None,
+    files: Mapping[str, Path] | None = None,
+) -> Plan | None:
+    """Return the plan for a checkpoint, by its own configuration or the settings; None to load it
+    without ours.
+
+    Args:
+        config: The settings.
+        hf_config: The model's configuration.
+        folder: The checkpoint's folder.
+        files: The file of each tensor; None for plain weights.
 
     Raises:
-        ModelError: The settings ask for codes of weights that are codes already.
+        ModelError: The settings ask for codes of weights that are codes already, or these can't be
+            read.
     """
     stored = stored_config(hf_config)
+    if folder is not None and files and stored is None and any(map(is_coded, files)):
+        from .stored_codes import find_config
+
+        stored = find_config(folder)
     if config.quantization == "auto":
-        return None
+        if stored is None:
+            return None
+        from .stored_codes import FormatCodes
+
+        return FormatCodes(stored, files or {})
     if stored is not None:
         raise ModelError(
             f"engine.quantization {config.quantization}: the checkpoint is quantised already "
@@ -213,8 +264,12 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         self.plan.prepare(model)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        owner, _, own = param_name.rpartition(".")
-        return own == "weight" and self.plan.handles(owner)
+        return self.plan.handles(param_name.removesuffix(".weight"))
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        renamed = self.plan.rename(weight_conversions, model)
+        found: list[Any] = super().update_weight_conversions(renamed, model)
+        return found
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Collect(self)
@@ -233,7 +288,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         return super().get_new_dtype(converter, param, dtype)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
-        install(model, self.collected)
+        install(model, self.collected, self.plan.activation_bits)
         self.remove_quantization_config(model)
 
     def is_serializable(self) -> bool:
@@ -260,24 +315,30 @@ class _Collect(ConversionOps):  # type: ignore[misc]
         **_: Any,
     ) -> dict[str, Tensor]:
         plan = self._quantizer.plan
-        found = {name: _single(each) for name, each in input_dict.items()}
+        given = {name: _single(each) for name, each in input_dict.items()}
+        plain: dict[str, Tensor] = {}
         try:
             if isinstance(plan, StoredCodes):
-                stored = {name.removeprefix("\\."): each for name, each in found.items()}
+                stored = {name.removeprefix("\\."): each for name, each in given.items()}
                 found = {full_layer_name: _read(plan, full_layer_name, stored, model)}
-            plain: dict[str, Tensor] = {}
-            for name, tensor in found.items():
-                if isinstance(tensor, Tensor) and isinstance(plan, MadeAtLoad):
-                    tensor = _made(plan, name, tensor)
-                if isinstance(tensor, Tensor):
-                    plain[name] = tensor
-                    continue
-                self._quantizer.collected[name.removesuffix(".weight")] = tensor
-                (missing_keys or set()).discard(name)
+            else:
+                assert isinstance(plan, MadeAtLoad)
+                found = {name: _made(plan, name, each, model) for name, each in given.items()}
         except ModelError as error:
-            plan.error = plan.error or error
-            raise
+            plan.error = error
+            raise _Refused from None
+        for name, weight in found.items():
+            if isinstance(weight, Tensor):
+                plain[name] = weight
+                continue
+            self._quantizer.collected[name.removesuffix(".weight")] = weight
+            if missing_keys is not None:
+                missing_keys.discard(name)
         return plain
+
+
+class _Refused(BaseException):
+    """Ends loading at once: Transformers logs an Exception and loads the rest."""
 
 
 def _single(tensors: Any) -> Tensor:
@@ -285,19 +346,25 @@ def _single(tensors: Any) -> Tensor:
     return tensor
 
 
-def _made(plan: MadeAtLoad, name: str, weight: Tensor) -> CodedLayer | Tensor:
+def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer | Tensor:
     """Return the codes of a weight that the plan names."""
-    if (rounding := plan.roundings.get(name.removesuffix(".weight"))) is None:
+    owner = name.removesuffix(".weight")
+    if (rounding := plan.roundings.get(owner)) is None:
         return weight
     try:
-        layer = CodedLayer(*round_weight(weight, rounding), rounding=rounding)
+        if products := expert_products(model.get_submodule(name.rpartition(".")[0])):
+            transposed = products[0].transposed
+            made = round_experts(weight, rounding, transposed=transposed)
+        else:
+            rows = weight.T if _is_transposed(model, owner) else weight
+            made = round_weight(rows, rounding)
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
             "or choose another checkpoint"
         ) from None
     drop_pages(weight, mapped_files())
-    return layer
+    return CodedLayer(*made, rounding=rounding)
 
 
 def _read(
@@ -333,23 +400,30 @@ def _read(
 
 
 def _is_transposed(model: Any, name: str) -> bool:
-    return isinstance(model.get_submodule(name), Conv1D)
+    method = method_of(model.get_submodule(name))
+    return isinstance(method, DenseLinear) and method.transposed
 
 
 def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     """Return the codes to make of a model's layers by the settings; {} for none.
 
-    They are for linear layers of the text model, and for the output layer with an embedding that is
-    tied to it. Layers that decide where tokens go, or how fast a state decays, stay as they are:
-    they are small, and their errors multiply.
+    They are for linear layers and experts of the text model, and for the output layer with an
+    embedding that is tied to it. Layers that decide where tokens go, or how fast a state decays,
+    stay as they are: they are small, and their errors multiply.
 
     Raises:
-        ModelError: A pattern of the settings matches no module.
+        ModelError: A pattern of the settings matches no module, there are no such layers, or there
+            are experts of an unknown kind.
     """
     if config.quantization == "auto":
         return {}
     names = {name: module for name, module in model.named_modules() if name}
-    _check_patterns(config.quantization_ignore, names)
+    stacked = {
+        f"{name}.{each.name}": module
+        for name, module in names.items()
+        for each in expert_products(module)
+    }
+    _check_patterns(config.quantization_ignore, [*names, *stacked])
     bits: Literal[4, 8] = 8 if config.quantization == "int8" else 4
     group = config.quantization_group or (128 if bits == 4 else 0)
     inner = Rounding(bits, group, config.quantization_zero_points)
@@ -358,25 +432,42 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     text = model.config.get_text_config()
     decoder = model.get_decoder() if text is not model.config else model.base_model
     own = {id(each) for each in decoder.modules()}
+    hidden: int = getattr(text, "hidden_size", 0)
     found = {}
-    for name, module in names.items():
+    for name, module in [*names.items(), *stacked.items()]:
         if any(fnmatchcase(name, pattern) for pattern in config.quantization_ignore):
             continue
-        if module is ends[0] and type(module) is nn.Linear:
+        method = method_of(module)
+        layer = method if isinstance(method, DenseLinear) else None
+        if layer is not None and module is ends[0]:
             found[name] = output
-        elif id(module) in own and _is_large(name, module, text.hidden_size):
+        elif id(module) not in own:
+            continue
+        elif name in stacked or (layer is not None and _is_large(name, layer, hidden)):
             found[name] = inner
+        elif is_other_mixture(module):
+            raise ModelError(
+                f"engine.quantization {config.quantization}: {name} ({type(module).__name__}) has "
+                "experts of a kind that can't be quantised; add "
+                f"'*.{name.rpartition('.')[2]}*' to engine.quantization_ignore to keep them as "
+                "they are"
+            )
     pair = tied_pair(model)
     if pair and pair[0] in found:
         found[pair[1]] = output
+    if not found:
+        raise ModelError(
+            f"engine.quantization: {type(model).__name__} has no linear layers that can be "
+            "quantised; set it to 'auto'"
+        )
     return found
 
 
-def _is_large(name: str, module: nn.Module, hidden: int) -> bool:
+def _is_large(name: str, layer: LinearMethod, hidden: int) -> bool:
     """Return whether a linear layer is quantised: not routers, gates and other small ones."""
-    if type(module) not in (nn.Linear, Conv1D) or _KEPT.search(name):
+    if KEPT.search(name):
         return False
-    return _LEAST_SHARE * min(module.weight.shape) >= hidden  # type: ignore[arg-type]
+    return _LEAST_SHARE * min(layer.inputs, layer.outputs) >= hidden
 
 
 def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
@@ -390,7 +481,9 @@ def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
         )
 
 
-def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
+def install(
+    model: Any, layers: Mapping[str, CodedLayer], activation_bits: Literal[16, 8] = 16
+) -> None:
     """Put quantised layers in the place of a model's plain ones.
 
     An embedding that is tied to the output layer gets the output layer's codes, or these its.
@@ -398,6 +491,7 @@ def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
     Args:
         model: A Transformers model, on the CPU; the weights of these layers may be on "meta".
         layers: By the names of the plain layers.
+        activation_bits: As in EngineConfig.
     """
     pair = tied_pair(model)
     layers = dict(layers)
@@ -407,13 +501,20 @@ def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
         layers.update(dict.fromkeys(pair, known[0]))
     shared: dict[int, dict[str, nn.Parameter]] = {}
     for name, layer in layers.items():
+        if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
+            codes = put_codes(model, name, layer.form, layer.tensors, layer.rounding)
+            codes.activation_bits = activation_bits
+            continue
         if id(layer) not in shared:
             found = layer.tensors.items()
             shared[id(layer)] = {
                 key: nn.Parameter(each, requires_grad=False) for key, each in found
             }
-        plain = model.get_submodule(name)
-        model.set_submodule(name, _module(plain, layer, shared[id(layer)]), strict=True)
+        new = _module(model.get_submodule(name), layer, shared[id(layer)])
+        model.set_submodule(name, new, strict=True)
+        for each in new.modules():
+            if isinstance(each, QuantizedLinear):
+                each.activation_bits = activation_bits
 
 
 def _same(one: CodedLayer, other: CodedLayer) -> bool:
@@ -430,7 +531,9 @@ def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) 
         return embedding
     bias: Tensor | None = plain.bias  # type: ignore[assignment]
     linear = QuantizedLinear(layer.form, tensors, bias, dtype=dtype)
-    linear.rounding, linear.transposed = layer.rounding, isinstance(plain, Conv1D)
+    method = method_of(plain)
+    linear.rounding = layer.rounding
+    linear.transposed = isinstance(method, DenseLinear) and method.transposed
     return linear if layer.order is None else ReorderedLinear(linear, layer.order)
 
 

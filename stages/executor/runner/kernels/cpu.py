@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_long, c_void_p
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,9 @@ from .compile import (
     digest_of,
     load_library,
 )
+
+if TYPE_CHECKING:
+    from .codes import CodesArgument
 
 MOST_INSTRUCTIONS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 """oneDNN's limit for PyTorch's own products. Here it decides whether AMX is used, and whether
@@ -68,6 +71,7 @@ class _Linear(ctypes.Structure):
         ("parts", c_long),
         ("inputs", c_long),
         ("kind", c_long),
+        ("codes", c_void_p * 4),
     )
 
 
@@ -90,6 +94,9 @@ class _Attention(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("sinks", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
+        ("codes", c_long),
     )
 
 
@@ -217,7 +224,11 @@ class Linear:
     """
 
     def __init__(self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN) -> None:
-        """Take one to four layers; their weights are used in place."""
+        """Take one to four layers, all with codes or none; their weights are used in place.
+
+        Raises:
+            KernelsUnavailable: The kernels don't have these codes.
+        """
         self.parameters = [layer.parameters for layer in layers]
         self.dtype = layers[0].dtype
         self._run = library(self.dtype).linear
@@ -230,17 +241,27 @@ class Linear:
         self._arguments.outputs[: len(layers)] = outputs
         self.argument = ctypes.addressof(self._arguments)
         self._addresses: list[int] = []
+        self._name = "weight"
+        self._codes: list[CodesArgument] = []
+        if layers[0].codes is not None:
+            from . import codes
+
+            self._name = "codes"
+            self._codes = [codes.CodesArgument(layer) for layer in layers]
+            self._arguments.codes[: len(layers)] = [each.argument for each in self._codes]
 
     def find_weights(self) -> None:
         """Update the weights' addresses: a trainer that shares the model may replace them."""
         addresses = []
         for parameters in self.parameters:
-            weight, bias = parameters["weight"], parameters["bias"]
+            weight, bias = parameters[self._name], parameters["bias"]
             addresses += [weight.data_ptr(), 0 if bias is None else bias.data_ptr()]  # type: ignore
         if addresses != self._addresses:
             self._addresses = addresses
             self._arguments.weight[: len(self.parameters)] = addresses[0::2]
             self._arguments.bias[: len(self.parameters)] = addresses[1::2]
+        for each in self._codes:
+            each.find_weights()
 
     def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
         """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape; all contiguous.
@@ -437,6 +458,10 @@ def forbid(logits: Tensor, places: npt.NDArray[np.int64], allowed: npt.NDArray[n
     )
 
 
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""Numbers of kinds of codes, as in attention_codes.h."""
+
+
 class PagedAttention:
     """One layer's paged KV cache, for queries of one token each.
 
@@ -444,19 +469,30 @@ class PagedAttention:
         argument: Address of the kernels' argument.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, heads: int, options: AttentionOptions) -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        heads: int,
+        options: AttentionOptions,
+        *,
+        scales: Sequence[Tensor] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Take a layer's cache and options.
 
         Args:
-            keys: `[blocks, block_size, kv_heads, width]`.
+            keys: `[blocks, block_size, kv_heads, width]`, numbers or codes (`kv_codes`).
             values: Likewise; or, of one KV head, the first numbers of the keys, in their memory.
             heads: Query heads.
             options: Options of the layer.
+            scales: Scales of the codes of keys and of values, `[blocks, block_size, kv_heads]`.
+            dtype: Dtype of the numbers; that of the keys if None.
         """
-        self._library = library(keys.dtype)
-        self._dtype = keys.dtype
+        self._dtype = keys.dtype if dtype is None else dtype
+        self._library = library(self._dtype)
         self._shape = (heads, values.shape[3])
-        self._kept = (keys, values, options.sinks)
+        self._kept = (keys, values, options.sinks, *scales)
         self._arguments = _Attention(
             block_size=keys.shape[1],
             kv_heads=keys.shape[2],
@@ -468,15 +504,18 @@ class PagedAttention:
             own_chunk=options.chunk or 0,
             scale=options.scale,
             softcap=options.softcap or 0.0,
+            codes=_CODES.get(keys.dtype, 0),
         )
         self.argument = ctypes.addressof(self._arguments)
         self.find_tensors()
 
     def find_tensors(self) -> None:
         """Update the tensors' addresses after their memory has changed."""
-        keys, values, sinks = self._kept
+        keys, values, sinks, *scales = self._kept
         self._arguments.keys, self._arguments.values = keys.data_ptr(), values.data_ptr()
         self._arguments.sinks = None if sinks is None else sinks.data_ptr()
+        if scales:
+            self._arguments.key_scales, self._arguments.value_scales = map(Tensor.data_ptr, scales)
 
     @staticmethod
     def handles(key_width: int, value_width: int) -> bool:

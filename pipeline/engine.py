@@ -50,7 +50,6 @@ from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.parts.memory import MemoryRelease
 from ..stages.executor.parts.weights import WeightChanges
-from ..stages.executor.runner.loaded_model import add_unquantized
 from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
@@ -70,13 +69,13 @@ from .engine_requests import (
     make_sample,
     params_to_score,
     token_ids_to_score,
-    with_scores,
 )
 from .engine_tiers import EngineTiers, next_plan
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .sessions import check_action
 
 if TYPE_CHECKING:
+    from .engine_reference import EngineReference
     from .replay import Replay
 
 
@@ -112,21 +111,21 @@ class InferenceEngine(ModelParts):
         self.config = own = config or EngineConfig()
         if own.kv_events:
             raise ConfigError("engine.kv_events needs a bus: leave it out here, or run a Pipeline")
-        # With its own weights, which updates of this engine replace.
-        self._keeps_unquantized = reference is None and own.keeps_unquantized
-        if own.reference_model_path:
-            # The reference is an engine here, and no part of the cores as in a pipeline.
-            alone = {"speculation": "off", "kv_host_bytes": 0, "kv_disk_path": ""}
-            reference = reference or replace(own.of_reference(), **alone)
+        # The reference is an engine here, and no part of the cores as in a pipeline.
+        self._reference: EngineReference | None = None
+        shares_updates = reference is None and own.keeps_unquantized
+        if reference is not None or own.reference_model_path:
+            from .engine_reference import EngineReference, reference_settings
+
+            self._reference = EngineReference(InferenceEngine(reference or reference_settings(own)))
             own = replace(own, reference_model_path="")
-        self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = find_tokenizer(folder)
         if own.cpu_threads:
             torch.set_num_threads(own.cpu_threads)
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
-        if self._reference is not None and self._keeps_unquantized:
-            add_unquantized(self._core.model, self._reference._executor.model.module)
+        if self._reference is not None and shares_updates:
+            self._reference.share_updates(self._core)
         self.config = replace(self.config, max_batch_size=self._core.max_batch_size)
         capacity = self._executor.capacity()
         # Results stay in this process, so the bus's limit does not apply.
@@ -263,11 +262,8 @@ class InferenceEngine(ModelParts):
         prompts, completions = token_ids_to_score(prompts, completions)
         if by_reference:
             if self._reference is None:
-                raise ArgumentError(
-                    "the engine has no reference model; set engine.reference_model_path",
-                    code="invalid_value",
-                )
-            return self._by_reference(prompts, completions, sampling_params)
+                raise ArgumentError("there is no reference model; set engine.reference_model_path")
+            return self._reference.score(prompts, completions, sampling_params)
         only_score = params_to_score(sampling_params, len(prompts))
         pairs = zip(prompts, completions, strict=True)
         scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
@@ -682,7 +678,7 @@ class InferenceEngine(ModelParts):
         request = self._requests.finish(name)
         self._images.remove(name)
         self._admission.keep(request.accepted, ended.response)
-        form = self._executor.model.quantization
+        form = self._executor.model.forms
         samples = [make_sample(request, completion, each, form) for each in completion.samples]
         return name, [(sample, request.params) for sample in samples]
 
@@ -690,17 +686,7 @@ class InferenceEngine(ModelParts):
         """Return the samples, with the logprobs of the reference model if there is one."""
         if self._reference is None:
             return [sample for sample, _ in finished]
-        return with_scores(finished, self._by_reference)
-
-    def _by_reference(self, *args: Any) -> list[tuple[float, ...]]:
-        """Score by the reference model (`score`)."""
-        assert self._reference is not None
-        if self._keeps_unquantized:
-            # Updates of this engine have replaced its weights.
-            self._reference.flush_cache()
-            if self._weights.lost:
-                raise self._memory.lacking(self._batching.lacks)
-        return self._reference.score(*args)
+        return self._reference.with_scores(finished)
 
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""

@@ -175,7 +175,7 @@ class ServedModels:
         owners = (expert_owners(report.load) for report in reports)
         return next(filter(None, owners), ())
 
-    async def model_facts(self) -> dict[str, int | str]:
+    async def model_facts(self) -> dict[str, int | float | str]:
         """Return facts of the model that few have: "state_bytes", the size of a sequence's
         recurrent state, and "quantization", the forms of its codes; {} while unknown."""
         try:

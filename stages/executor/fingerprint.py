@@ -91,7 +91,7 @@ def fingerprint(
         # Our kernels divide no sum among threads.
         threads=torch.get_num_threads() if on_cpu and not is_whole else 0,
         dtype=str(model.dtypes.weights).removeprefix("torch."),
-        quantization=model.quantization,
+        quantization=model.forms,
         kernels=kernels_of(model) if with_kernels else "none",
         code=code_of(model) if with_kernels else "",
         attention=runner.backend.name,

@@ -174,13 +174,12 @@ class LoadedModel:
         return sum(each.numel() for each in self.whole.parameters())
 
     @cached_property
-    def quantization(self) -> str:
+    def forms(self) -> str:
         """The forms of its codes, such as "int4-128+int8"; "" for plain weights."""
-        modules = (each for each in self.module.modules() if hasattr(each, "form"))
-        names = {
-            each.form.name + ("-zero-points" if "offsets" in each._parameters else "")
-            for each in modules
-        }
+        names = set[str]()
+        for each in self.module.modules():
+            if (form := getattr(each, "form", None)) is not None:
+                names.add(form.name + ("-zero-points" if "offsets" in each._parameters else ""))
         return "+".join(sorted(names))
 
     @property
@@ -213,7 +212,7 @@ def add_unquantized(model: LoadedModel, module: nn.Module) -> None:
     Raises:
         ModelError: The model has no codes.
     """
-    if model.shards is None or not model.quantization:
+    if model.shards is None or not model.forms:
         raise ModelError(
             "engine.reference_model_path unquantized: no layer of the model is quantised; leave it "
             "out, or name fewer layers in engine.quantization_ignore"

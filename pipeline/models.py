@@ -51,8 +51,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         kv_token_bytes: Size of a token's KV in a replica, over all layers.
         max_model_len: Most tokens of a prompt and its answer.
         vocab_size: Rows of the output layer.
-        dtype: Dtype of its weights, and of activations.
-        quantization: Format of its quantised weights; "" for plain ones.
+        dtype: Dtype of its weights.
+        quantization: The forms of its codes, such as "int4-128+int8"; "" for plain weights.
         device: Device of the executors.
         is_moe: Whether it is a mixture of experts.
         n_experts: Experts per layer; 0 without experts.

@@ -135,7 +135,7 @@ class ModelInfoCalls:
         found += [(each.id, each.folder, name) for each in await self._served.adapters()]
         length, owners = await self._length.get(), await self._served.expert_owners()
         more: dict[str, Any] = {"expert_owners": owners} if owners else {}
-        more |= await self._served.facts()
+        more |= await self._served.model_facts()
         return [
             {
                 "id": id,

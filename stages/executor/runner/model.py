@@ -115,7 +115,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         latent_attention=config.latent_attention,
     )
     if plan is not None:
-        model = replace(model, quantization=plan.label, quantization_notes=plan.notes)
+        model = replace(model, checkpoint_format=plan.label, checkpoint_notes=plan.notes)
     return replace(model, is_shared=False)
 
 

@@ -163,7 +163,7 @@ def test_a_checkpoint_computes_as_its_unpacked_weights(name: str, tmp_path: Path
     layers = [each for each in loaded.module.modules() if isinstance(each, kind)]
     assert len(layers) == 3 * 7
     assert type(loaded.module.lm_head) is nn.Linear
-    assert loaded.quantization
+    assert loaded.checkpoint_format
 
 
 def pack_experts(
@@ -222,7 +222,7 @@ def test_the_experts_of_gpt_oss_are_kept_as_codes(tmp_path: Path) -> None:
     write(model, tmp_path, {"quant_method": "mxfp4"}, FORMATS["awq"][1], excluded="", more=stored)
     loaded = assert_computes_as(tmp_path, model)
     assert sum(isinstance(each, ExpertCodes) for each in loaded.module.modules()) == 6
-    assert loaded.quantization == "MXFP4"
+    assert loaded.checkpoint_format == "MXFP4"
 
 
 def test_codes_of_embedding_and_output_layer_are_read(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_float16_becomes_bfloat16_and_is_said(tmp_path: Path) -> None:
     model = make_model("qwen2", tie_word_embeddings=False).half()
     loaded = load(write(model, tmp_path, *FORMATS["gptq"]))
     assert loaded.dtypes.activations is torch.bfloat16
-    assert any("float16" in note for note in loaded.quantization_notes)
+    assert any("float16" in note for note in loaded.checkpoint_notes)
 
 
 def test_the_configuration_of_older_checkpoints_is_found(tmp_path: Path) -> None:

@@ -88,10 +88,12 @@ class Plan(ABC):
 
     Attributes:
         error: Why loading ended early, for a person.
+        activation_bits: As in EngineConfig.
         label: The format of codes, for people.
     """
 
     error: ModelError | None = None
+    activation_bits: Literal[16, 8] = 16
     label: str
 
     @property
@@ -144,6 +146,7 @@ class MadeAtLoad(Plan):
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
         self.label = config.quantization
+        self.activation_bits = config.activation_bits
         self._config = config
 
     def prepare(self, model: Any) -> None:
@@ -285,7 +288,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         return super().get_new_dtype(converter, param, dtype)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
-        install(model, self.collected)
+        install(model, self.collected, self.plan.activation_bits)
         self.remove_quantization_config(model)
 
     def is_serializable(self) -> bool:
@@ -478,7 +481,9 @@ def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
         )
 
 
-def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
+def install(
+    model: Any, layers: Mapping[str, CodedLayer], activation_bits: Literal[16, 8] = 16
+) -> None:
     """Put quantised layers in the place of a model's plain ones.
 
     An embedding that is tied to the output layer gets the output layer's codes, or these its.
@@ -486,6 +491,7 @@ def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
     Args:
         model: A Transformers model, on the CPU; the weights of these layers may be on "meta".
         layers: By the names of the plain layers.
+        activation_bits: As in EngineConfig.
     """
     pair = tied_pair(model)
     layers = dict(layers)
@@ -496,15 +502,19 @@ def install(model: Any, layers: Mapping[str, CodedLayer]) -> None:
     shared: dict[int, dict[str, nn.Parameter]] = {}
     for name, layer in layers.items():
         if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
-            put_codes(model, name, layer.form, layer.tensors, layer.rounding)
+            codes = put_codes(model, name, layer.form, layer.tensors, layer.rounding)
+            codes.activation_bits = activation_bits
             continue
         if id(layer) not in shared:
             found = layer.tensors.items()
             shared[id(layer)] = {
                 key: nn.Parameter(each, requires_grad=False) for key, each in found
             }
-        plain = model.get_submodule(name)
-        model.set_submodule(name, _module(plain, layer, shared[id(layer)]), strict=True)
+        new = _module(model.get_submodule(name), layer, shared[id(layer)])
+        model.set_submodule(name, new, strict=True)
+        for each in new.modules():
+            if isinstance(each, QuantizedLinear):
+                each.activation_bits = activation_bits
 
 
 def _same(one: CodedLayer, other: CodedLayer) -> bool:

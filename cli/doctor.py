@@ -226,7 +226,7 @@ def check_codes(model: str) -> Finding:
     import torch
 
     from ..stages.executor.runner.kernels.compile import KernelsUnavailable
-    from ..stages.executor.runner.kernels.cpu import codes_instructions
+    from ..stages.executor.runner.quantized_sizes import codes_instructions, sizes_of, stored_format
 
     try:
         found = f"int8 and int4 weights by {codes_instructions(torch.bfloat16)}"
@@ -237,8 +237,6 @@ def check_codes(model: str) -> Finding:
     folder = EngineConfig(model_path=model).model_folder if model else None
     if folder is None or not (folder / "config.json").is_file():
         return Finding("quantisation", state, found, advice)
-    from ..stages.executor.runner.quantized_sizes import sizes_of, stored_format
-
     try:
         if label := stored_format(folder):
             return Finding("quantisation", state, f"{found}; the checkpoint is {label}", advice)

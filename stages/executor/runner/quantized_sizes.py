@@ -1,4 +1,4 @@
-"""The bytes of a model's weights in bfloat16, int8 and int4, from its configuration alone."""
+"""What int8 and int4 gain here: instructions, and the bytes of a model by its configuration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ....config import EngineConfig
+from .kernels import cpu
+from .kernels.compile import processor_flags
 from .linear.formats.choose import format_of
 from .model import check_architecture, load_config, takes_images
 from .quantized_loading import roundings_of, stored_config
@@ -28,6 +30,17 @@ class Sizes(NamedTuple):
     bfloat16: int
     quantized: dict[str, int]
     ratios: dict[str, float]
+
+
+def codes_instructions(dtype: torch.dtype) -> str:
+    """Return the instructions by which kernels multiply rows of a dtype by codes.
+
+    Raises:
+        KernelsUnavailable: There are no kernels here.
+    """
+    narrow = cpu.instructions(dtype) == "AVX2"
+    name, flag = ("AVX-VNNI", "avx_vnni") if narrow else ("AVX512-VNNI", "avx512_vnni")
+    return name if flag in processor_flags().split() else "AVX2"
 
 
 def stored_format(folder: Path) -> str:

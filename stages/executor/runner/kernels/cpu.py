@@ -35,7 +35,6 @@ from .compile import (
     Library,
     digest_of,
     load_library,
-    processor_flags,
 )
 
 if TYPE_CHECKING:
@@ -132,17 +131,6 @@ def instructions(dtype: torch.dtype) -> str:
         KernelsUnavailable: As `library`.
     """
     return _chosen(dtype)[0].instructions
-
-
-def codes_instructions(dtype: torch.dtype) -> str:
-    """Return the instructions by which this library multiplies by codes.
-
-    Raises:
-        KernelsUnavailable: As `library`.
-    """
-    narrow = "AVX2" in _chosen(dtype)[0].define
-    name, flag = ("AVX-VNNI", "avx_vnni") if narrow else ("AVX512-VNNI", "avx512_vnni")
-    return name if flag in processor_flags().split() else "AVX2"
 
 
 def code(dtype: torch.dtype) -> str:

@@ -175,13 +175,16 @@ class ServedModels:
         owners = (expert_owners(report.load) for report in reports)
         return next(filter(None, owners), ())
 
-    async def state_bytes(self) -> int:
-        """Return the size of a sequence's recurrent state; 0 without, or while unknown."""
+    async def facts(self) -> dict[str, int | float | str]:
+        """Return the size of a sequence's recurrent state and the format of quantised weights;
+        those without, or while unknown, are left out."""
         try:
             reports = await self._reports.get()
         except BusError:
-            return 0
-        return max((int(report.load.get("state_bytes", 0)) for report in reports), default=0)
+            return {}
+        names = ("state_bytes", "quantization")
+        found = ((name, report.load.get(name)) for report in reports for name in names)
+        return {name: value for name, value in found if value}
 
     async def check(self, model: str, caller: Caller) -> None:
         """Check that a name exists, and that the caller may use it.

@@ -24,7 +24,7 @@ from .parts import ExecutorState, Part, load_companion, make_parts
 from .runner.attention.backend import AttentionBackend
 from .runner.batch import Uploader
 from .runner.device import describe_device
-from .runner.interface import count_blocks, count_slots, fit_batch_size, make_runner
+from .runner.interface import count_blocks, count_slots, fit_batch_size, make_runner, with_kv_dtype
 from .runner.loaded_model import LoadedModel
 from .runner.loading import load_ranks
 
@@ -87,7 +87,7 @@ class ExecutorCore:
         """
         if model is None:
             ranks, model = load_ranks(config)
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks = model, ranks = with_kv_dtype(config, model), ranks
         self.max_batch_size = fit_batch_size(config, model)
         config = msgspec.structs.replace(config, max_batch_size=self.max_batch_size)
         companion = load_companion(config, model)

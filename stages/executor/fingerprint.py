@@ -31,6 +31,7 @@ _SETTINGS = (
     "rank_invariant",
     "attention_tile",
     "latent_attention",
+    "kv_dtype",
     "cuda_graphs",
     "ignored_schema_keywords",
 )

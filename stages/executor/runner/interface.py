@@ -39,6 +39,7 @@ from .kv_cache import count_slots as count_slots
 from .kv_cache import count_snapshots
 from .kv_cache import fit_batch_size as fit_batch_size
 from .kv_cache import slot_bytes as slot_bytes
+from .kv_cache import with_kv_dtype as with_kv_dtype
 from .loaded_model import LoadedModel as LoadedModel
 from .media import MediaEmbeddings as MediaEmbeddings
 from .media import MediaEncoder as MediaEncoder
@@ -191,7 +192,7 @@ def make_runner(
 
         make_cache, make_table = partial(LeaderCache, ranks), partial(LeaderAdapters, ranks=ranks)
         ranks.tell(Prepare(num_blocks))
-    if ranks is None and backend is None and model.shards is None and model.generates:
+    if ranks is None and backend is None and not model.is_shard and model.generates:
         _compare_with_transformers(config, model)
     huge_pages = config.huge_pages == "auto"
     cache = make_cache(

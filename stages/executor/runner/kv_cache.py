@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -17,6 +17,9 @@ from .device import free_memory
 from .loaded_model import LoadedModel
 from .state.kinds import StateTensor, sequence_bytes, token_bytes
 from .state.memory import StateMemory
+
+if TYPE_CHECKING:
+    from .kv_codes import CacheCodes
 
 MAX_GATHERED_TOKENS = 1 << 16
 """The most context tokens, padding included, in one gather for rows of one token."""
@@ -47,6 +50,7 @@ class KVCache(StateMemory):
     after the tensors' memory has changed.
 
     Attributes:
+        codes: The same tensors with their scales, if they are codes; else None.
         index_of: As of LoadedModel.
         specs: The attention layers.
         recurrent: The states of other layers.
@@ -97,7 +101,13 @@ class KVCache(StateMemory):
             each.layer: tensors[0]
             for each, tensors in zip(model.index_keys, self.layers[own:], strict=True)
         }
-        self.keys, self.values = ([pair[which] for pair in attention] for which in (0, -1))
+        self.keys, self.values = ([each[:2][which] for each in attention] for which in (0, -1))
+        self._dtype = model.dtypes.kv_cache
+        self.codes: CacheCodes | None = None
+        if any(spec.codes for spec in model.layers):
+            from .kv_codes import CacheCodes
+
+            self.codes = CacheCodes(attention, self._dtype)
         self._latents = [layer for layer, spec in enumerate(model.layers) if spec.is_latent]
         for layer in self._latents:
             self.values[layer] = self.keys[layer][..., : model.layers[layer].value_dim]
@@ -118,7 +128,8 @@ class KVCache(StateMemory):
         """
         attention = self._paged.get(layer)
         if attention is None:
-            attention = kernel(self.keys[layer], self.values[layer], heads, options)
+            tensors = self.keys[layer], self.values[layer]
+            attention = kernel(*tensors, heads, options, **self._scales_of(layer))
             self._paged[layer] = attention
         return attention
 
@@ -129,9 +140,23 @@ class KVCache(StateMemory):
         """
         if self.specs[layer].source is not None:
             return
+        if self.codes is not None:
+            self.codes.store(layer, keys, values, slots)
+            return
         self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
         if layer not in self._latents:
             self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
+
+    def as_kept(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new keys and values of a layer as attention reads them from the cache."""
+        if self.codes is None:
+            return keys, values
+        return self.codes.as_kept(layer, 0, keys), self.codes.as_kept(layer, 1, values)
+
+    def _scales_of(self, layer: int) -> dict[str, Any]:
+        if self.codes is None:
+            return {}
+        return {"scales": self.codes.layers[layer][2:], "dtype": self._dtype}
 
     @property
     def token_bytes(self) -> int:
@@ -150,7 +175,9 @@ class KVCache(StateMemory):
         # Scratch for gathered keys and values, kept between calls: the allocator would map, and the
         # kernel clear, a new tensor of some megabytes for every layer of every step.
         self._gathered = [
-            tensors[0].new_empty(0) for tensors in (self.keys, self.values) if tensors
+            tensors[0].new_empty(0, dtype=self._dtype)
+            for tensors in (self.keys, self.values)
+            if tensors
         ]
         for paged in self._paged.values():
             paged.find_tensors()
@@ -172,11 +199,28 @@ class KVCache(StateMemory):
         for which, cache in enumerate((self.keys[layer], self.values[layer])[: 2 - latent]):
             dim = cache.shape[-1]
             if self._gathered[which].numel() < index.numel() * dim:
-                self._gathered[which] = cache.new_empty(2 * index.numel() * dim)
+                self._gathered[which] = cache.new_empty(2 * index.numel() * dim, dtype=self._dtype)
             buffer = self._gathered[which][: index.numel() * dim].view(-1, dim)
-            gathered.append(torch.index_select(cache.view(-1, dim), 0, index, out=buffer))
+            if self.codes is None:
+                torch.index_select(cache.view(-1, dim), 0, index, out=buffer)
+            else:
+                self.codes.gather(layer, which, index, buffer)
+            gathered.append(buffer)
         keys = gathered[0]
         return keys, keys[:, : self.values[layer].shape[-1]] if latent else gathered[1]
+
+
+def with_kv_dtype(config: EngineConfig, model: LoadedModel) -> LoadedModel:
+    """Return the model with keys and values kept as `kv_dtype` says.
+
+    Raises:
+        ModelError: The device or the model doesn't allow it.
+    """
+    if config.kv_dtype == "auto":
+        return model
+    from .kv_codes import keep_codes
+
+    return keep_codes(model, config.kv_dtype)
 
 
 def block_bytes(model: LoadedModel, block_size: int) -> int:

@@ -25,6 +25,10 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
 
+SCALES = torch.bfloat16
+"""Dtype of the scales of keys and values that are kept as codes."""
+
+
 class Dtypes(NamedTuple):
     """The dtypes of a model, one for each kind of tensor."""
 
@@ -49,6 +53,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
         chunk: Likewise.
         source: The `layer_idx` of the layer whose keys and values it reads; None if it has its own.
         is_latent: Whether values are the first numbers of the keys, and not kept again.
+        codes: Dtype of the codes that keys and values are kept as, with a scale for each token and
+            head (`kv_codes`); None for numbers in the cache's dtype.
     """
 
     num_kv_heads: int
@@ -58,6 +64,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     chunk: int | None = None
     source: int | None = None
     is_latent: bool = False
+    codes: torch.dtype | None = None
 
     @property
     def span(self) -> Span:
@@ -65,11 +72,16 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return Span(self.window, self.chunk)
 
     def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the state: keys, and values unless they are in the keys; or another layer's."""
+        """Return the state: keys, and values unless they are in the keys, then the scales of codes;
+        nothing for another layer's."""
         if self.source is not None:
             return ()
+        heads, kept = self.num_kv_heads, self.codes or dtype
         widths = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
-        return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
+        numbers = tuple(StateTensor((heads, each), kept, True) for each in widths)
+        if self.codes is None:
+            return numbers
+        return (*numbers, *(StateTensor((heads,), SCALES, True) for _ in widths))
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ class LoadedModel:
             only; in eval mode, without gradients.
         hf_config: Its configuration.
         device: The device of the weights.
-        dtypes: Dtypes of weights, activations and KV cache.
+        dtypes: Dtypes of weights, activations, and keys and values as attention reads them.
         max_model_len: The configured limit, at most the model's own, in tokens.
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
@@ -94,12 +106,15 @@ class LoadedModel:
             Transformers' own attention.
         may_pad: Whether an encoder's states are the same in a padded batch.
         is_shared: Whether a caller shares the module and may replace its weights between steps.
-        shards: The whole model's tensors, if the module is one rank's shard; else None.
+        shards: The whole model's tensors, if the module is one rank's shard, or some of its tensors
+            are codes; else None.
         pipeline: This rank's place among several stages; None if there is one.
         latent_attention: "in use", or why latent attention runs with the keys and values of all
             heads; "" for a model without it.
         index_keys: Of layers whose indexers choose the tokens that a query sees.
         encoders: Encoders of the media that the model takes, one for each kind.
+        quantization: The format of quantised weights, for people; "" for plain weights.
+        quantization_notes: Sentences about what of such a checkpoint is ignored or changed.
     """
 
     module: nn.Module
@@ -122,6 +137,8 @@ class LoadedModel:
     encoders: tuple[MediaEncoder, ...] = ()
     latent_attention: str = ""
     index_keys: tuple[IndexKeys, ...] = ()
+    quantization: str = ""
+    quantization_notes: tuple[str, ...] = ()
 
     @property
     def states(self) -> tuple[LayerState, ...]:
@@ -142,8 +159,13 @@ class LoadedModel:
 
     @property
     def whole(self) -> nn.Module:
-        """The whole model, on the meta device if `module` is a shard."""
+        """The whole model with plain tensors, on the meta device if `module` isn't."""
         return self.module if self.shards is None else self.shards.whole
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether `module` is one rank's shard."""
+        return self.shards is not None and self.shards.by_rank
 
     @property
     def num_parameters(self) -> int:
@@ -153,7 +175,8 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the whole model's parameters."""
-        return sum(each.nbytes for each in self.whole.parameters())
+        module = self.whole if self.is_shard else self.module
+        return sum(each.nbytes for each in module.parameters())
 
     @property
     def base(self) -> nn.Module:

@@ -23,11 +23,12 @@ import torch
 from ....config import EngineConfig, ModelError
 from .comparison import compare_shards
 from .interface import ModelRunner, make_runner
+from .kv_cache import with_kv_dtype
 from .leader import receive_adapter
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
 from .model import prepare_loading
-from .rank_weights import RankReceiver
+from .rank_weights import RankReceiver, write_everywhere
 from .ranks import commands as do
 from .ranks.groups import MOST_DESCRIPTORS, RankGroups, join_groups
 from .ranks.processes import LOAD_TIMEOUT_S
@@ -83,7 +84,7 @@ class Worker:
             case do.Resume():
                 self._memory.resume(command.tags)
             case do.NewWeights(held):
-                self._shards.write_everywhere(self._group.broadcast, None)
+                write_everywhere(self._shards, self._group.broadcast, None)
                 self._receiver.write(held)
             case do.MoveExperts():
                 move_experts(self._model.module, command.owners)
@@ -130,6 +131,7 @@ class Worker:
         self._groups = groups = join_groups(command.config, self._group, self._memories)
         self._model = load_sharded(command.config, groups.stage, groups.pipeline)
         compare_shards(command.config, self._model, groups.stage)
+        self._model = with_kv_dtype(command.config, self._model)
         self._weights = WeightSyncManager(self._model.module, shards=self._shards)
         self._receiver = RankReceiver(self._group.rank, self._calls, self._shards)
         threading.Thread(target=self._receiver.serve, daemon=True, name="weights-calls").start()

@@ -32,6 +32,7 @@ from ...runner.interface import (
     load_model,
     make_runner,
     order_rows,
+    with_kv_dtype,
 )
 from ..choose import TokenChooser
 from ..sequences import Places, SequenceTable
@@ -70,7 +71,7 @@ def load_draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
             "draft_model_path to ''"
         )
     try:
-        model = load_model(draft_config(config))
+        model = with_kv_dtype(config, load_model(draft_config(config)))
     except ModelError as error:
         raise ModelError(f"the draft model: {error.message}") from error
     if not model.generates:

@@ -81,6 +81,7 @@ class PrefillRow(msgspec.Struct, frozen=True):
         explicit = options.softcap is not None or options.sinks is not None
         attend = _attend_explicitly if explicit else _attend
         if self.index is None:
+            keys, values = cache.as_kept(layer, keys, values)
             return attend(self, queries, keys.transpose(0, 1), values.transpose(0, 1), options)
         heads, gathered = keys.shape[1], cache.gather(layer, self.index)
         keys, values = (each.view(heads, -1, each.shape[1]) for each in gathered)

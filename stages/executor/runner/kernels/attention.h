@@ -11,11 +11,21 @@ typedef struct {
     long own_chunk;        // positions of a chunk, of which a query sees its own; 0: all
     float scale, softcap;  // softcap 0: none
     const number *sinks;   // [kv_heads * group], or NULL
+    // Of keys and values that are codes, [blocks, block_size, kv_heads] as bfloat16 each; or NULL.
+    uint16_t *key_scales, *value_scales;
+    long codes;  // INT8_CODES or FP8_CODES; 0: numbers
 } Attention;
+
+#include "attention_codes.h"
 
 // Writes the key and the value of one token, all heads, to its slot.
 INLINE void store_row(const Attention *a, const number *key, const number *value, int64_t slot) {
     const long key_row = a->kv_heads * a->key_width, value_row = a->kv_heads * a->value_width;
+    if (a->codes) {
+        put_heads(a, key, a->key_width, slot, a->keys, a->key_scales);
+        put_heads(a, value, a->value_width, slot, a->values, a->value_scales);
+        return;
+    }
     memcpy(a->keys + slot * key_row, key, key_row * sizeof(number));
     if (a->values != a->keys)
         memcpy(a->values + slot * value_row, value, value_row * sizeof(number));
@@ -35,10 +45,10 @@ typedef struct {
     const int64_t *table, *contexts;  // contexts: [count], at least 1 each
 } Tokens;
 
-INLINE const number *row_at(const number *rows, long width, const Attention *a,
-                            const int64_t *table, long position, long kv_head) {
+// The place of a head of a position, among those of all slots.
+INLINE long place_of(const Attention *a, const int64_t *table, long position, long kv_head) {
     const long slot = table[position / a->block_size] * a->block_size + position % a->block_size;
-    return rows + (slot * a->kv_heads + kv_head) * width;
+    return slot * a->kv_heads + kv_head;
 }
 
 // The first position that a query token sees.
@@ -73,27 +83,50 @@ INLINE long used_by(const Rows *r, long row, long chunk) {
 #include "attention_vectors.h"
 #endif
 
+INLINE void prefetch(const void *from, long bytes) {
+    for (long i = 0; i < bytes; i += 64) _mm_prefetch((const char *)from + i, _MM_HINT_T1);
+}
+
 // Gathers the keys and values of 16 positions from `start` on. The context has `context` positions.
-static void gather_positions(const Attention *a, const int64_t *table, long start, long context,
-                             long kv_head, Operand *laid_out_keys, Operand *laid_out) {
+// codes: as in Attention.
+INLINE void gather_positions(int codes, const Attention *a, const int64_t *table, long start,
+                             long context, long kv_head, Operand *laid_out_keys,
+                             Operand *laid_out) {
+    const long key_width = a->key_width, value_width = a->value_width;
     const number *keys[16], *values[16];
+    number unpacked[codes ? 16 * (key_width + value_width) : 1], *room = unpacked;
     for (long j = 0; j < 16; j++) {
         const long position = start + j < context ? start + j : context - 1;  // any valid one
-        keys[j] = row_at(a->keys, a->key_width, a, table, position, kv_head);
-        values[j] = row_at(a->values, a->value_stride, a, table, position, kv_head);
+        const long place = place_of(a, table, position, kv_head);
+        keys[j] = a->keys + place * key_width;
+        values[j] = a->values + place * a->value_stride;
+        if (codes) {
+            unpack(codes, a->keys, a->key_scales, place, key_width, room);
+            unpack(codes, a->values, a->value_scales, place, value_width, room + key_width);
+            keys[j] = room, values[j] = room + key_width, room += key_width + value_width;
+        }
     }
-    lay_out_keys(keys, a->key_width, laid_out_keys);
-    for (long i = 0; i < a->value_width; i += 32)
-        lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
+    lay_out_keys(keys, key_width, laid_out_keys);
+    for (long i = 0; i < value_width; i += 32)
+        lay_out_values(values, i, value_width - i, laid_out + i * CHUNK);
     // Paged positions defeat hardware prefetching. The first-level cache holds only eight rows that
     // are a multiple of 4 KiB apart.
+    const long size = codes ? 1 : sizeof(number);
     for (long j = start + CHUNK; j < start + CHUNK + 16 && j < context; j++) {
-        const number *key = row_at(a->keys, a->key_width, a, table, j, kv_head);
-        const number *value = row_at(a->values, a->value_stride, a, table, j, kv_head);
-        for (long i = 0; i < a->key_width; i += WIDTH)
-            _mm_prefetch((const char *)(key + i), _MM_HINT_T1);
-        for (long i = 0; i < a->value_width; i += WIDTH)
-            _mm_prefetch((const char *)(value + i), _MM_HINT_T1);
+        const long place = place_of(a, table, j, kv_head);
+        prefetch((const char *)a->keys + place * key_width * size, key_width * size);
+        prefetch((const char *)a->values + place * a->value_stride * size, value_width * size);
+    }
+}
+
+static void gather(const Attention *a, const int64_t *table, long start, long context,
+                   long kv_head, Operand *keys, Operand *values) {
+    switch (a->codes) {
+    case 0: gather_positions(0, a, table, start, context, kv_head, keys, values); break;
+    case INT8_CODES:
+        gather_positions(INT8_CODES, a, table, start, context, kv_head, keys, values);
+        break;
+    default: gather_positions(FP8_CODES, a, table, start, context, kv_head, keys, values); break;
     }
 }
 
@@ -180,8 +213,8 @@ static void attend(const Attention *a, const Tokens *tokens, long kv_head, const
     for (long chunk = lowest / CHUNK * CHUNK; chunk < context; chunk += CHUNK) {
         const long seen = context - chunk < CHUNK ? context - chunk : CHUNK;
         for (long offset = 0; offset < (seen + GATHERED - 1) / GATHERED * GATHERED; offset += 16) {
-            gather_positions(a, tokens->table, chunk + offset, context, kv_head, r->keys,
-                             r->values + offset * 32);
+            gather(a, tokens->table, chunk + offset, context, kv_head, r->keys,
+                   r->values + offset * 32);
             score(r, chunk, offset);
         }
         for (long row = 0; row < r->rows; row++)

@@ -94,6 +94,9 @@ class _Attention(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("sinks", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
+        ("codes", c_long),
     )
 
 
@@ -455,6 +458,10 @@ def forbid(logits: Tensor, places: npt.NDArray[np.int64], allowed: npt.NDArray[n
     )
 
 
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""Numbers of kinds of codes, as in attention_codes.h."""
+
+
 class PagedAttention:
     """One layer's paged KV cache, for queries of one token each.
 
@@ -462,19 +469,30 @@ class PagedAttention:
         argument: Address of the kernels' argument.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, heads: int, options: AttentionOptions) -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        heads: int,
+        options: AttentionOptions,
+        *,
+        scales: Sequence[Tensor] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Take a layer's cache and options.
 
         Args:
-            keys: `[blocks, block_size, kv_heads, width]`.
+            keys: `[blocks, block_size, kv_heads, width]`, numbers or codes (`kv_codes`).
             values: Likewise; or, of one KV head, the first numbers of the keys, in their memory.
             heads: Query heads.
             options: Options of the layer.
+            scales: Scales of the codes of keys and of values, `[blocks, block_size, kv_heads]`.
+            dtype: Dtype of the numbers; that of the keys if None.
         """
-        self._library = library(keys.dtype)
-        self._dtype = keys.dtype
+        self._dtype = keys.dtype if dtype is None else dtype
+        self._library = library(self._dtype)
         self._shape = (heads, values.shape[3])
-        self._kept = (keys, values, options.sinks)
+        self._kept = (keys, values, options.sinks, *scales)
         self._arguments = _Attention(
             block_size=keys.shape[1],
             kv_heads=keys.shape[2],
@@ -486,15 +504,18 @@ class PagedAttention:
             own_chunk=options.chunk or 0,
             scale=options.scale,
             softcap=options.softcap or 0.0,
+            codes=_CODES.get(keys.dtype, 0),
         )
         self.argument = ctypes.addressof(self._arguments)
         self.find_tensors()
 
     def find_tensors(self) -> None:
         """Update the tensors' addresses after their memory has changed."""
-        keys, values, sinks = self._kept
+        keys, values, sinks, *scales = self._kept
         self._arguments.keys, self._arguments.values = keys.data_ptr(), values.data_ptr()
         self._arguments.sinks = None if sinks is None else sinks.data_ptr()
+        if scales:
+            self._arguments.key_scales, self._arguments.value_scales = map(Tensor.data_ptr, scales)
 
     @staticmethod
     def handles(key_width: int, value_width: int) -> bool:

@@ -176,6 +176,32 @@ def unpack(
     return unpack_plain(own, _plain_of(own, {name: each[part] for name, each in tensors.items()}))
 
 
+def unpack_rows(form: Codes, tensors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+    """Return the weights of some outputs, `[rows, inputs]` float32, exactly.
+
+    Args:
+        form: The form of the weights.
+        tensors: As `pack_plain` returns them.
+        rows: The outputs, `[rows]`.
+    """
+    panels, lanes = rows // PANEL, rows % PANEL
+    codes = tensors["codes"][panels, :, lanes]  # [rows, steps, STEP]
+    if form.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), 2)
+
+    def scales(name: str) -> Scales | None:
+        values, factors = tensors.get(f"{name}s"), tensors.get(f"{name}_factors")
+        if values is None:
+            return None
+        wanted = None if factors is None else factors[panels, :, lanes]
+        return Scales(values[panels, :, lanes], wanted)
+
+    found = scales("scale")
+    assert found is not None
+    plain = PlainCodes(codes.flatten(1)[:, : form.inputs], found, scales("offset"))
+    return unpack_plain(form, plain)
+
+
 def _plain_of(form: Codes, tensors: Mapping[str, Tensor]) -> PlainCodes:
     codes = tensors["codes"]
     if form.bits == 4:

@@ -116,6 +116,8 @@ class StateMemory:
         wanted: IntArray = np.array(pairs, np.int64)
         source, destination = self._upload(wanted)[0].unbind(1)
         for tensor in tensors:
+            if tensor.itemsize == 1:  # torch can't index all dtypes of a byte
+                tensor = tensor.view(torch.uint8)
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
 

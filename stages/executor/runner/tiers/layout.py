@@ -11,7 +11,7 @@ import xxhash
 from torch import nn
 
 from ..kv_cache import KVCache
-from ..loaded_model import LoadedModel
+from ..loaded_model import SCALES, LoadedModel
 
 FORMAT = 2
 """Raised when the meaning of the bytes changes; blocks of other formats are misses."""
@@ -27,7 +27,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
         block_size: Tokens.
         layers: (KV heads, key width, value width) of each layer that has its own; the last is 0
             for values within keys.
-        dtype: Dtype of the numbers.
+        dtype: Dtype of the numbers; or of codes, and of their scales, which follow a layer's codes.
         states: (shape, dtype) of each tensor of a snapshot, in their order.
         order: Dimensions of a layer's keys, and of its values.
         endian: Byte order of the numbers.
@@ -51,7 +51,10 @@ class BlockLayout(msgspec.Struct, frozen=True):
             for spec in owners
         )
         states = tuple((tuple(each.shape[1:]), _name(each.dtype)) for each in cache.in_slots)
-        return cls(cache.block_size, layers, _name(model.dtypes.kv_cache), states)
+        dtype = _name(model.dtypes.kv_cache)
+        if codes := {_name(spec.codes) for spec in model.layers if spec.codes is not None}:
+            dtype = f"{', '.join(sorted(codes))} with {_name(SCALES)} scales"
+        return cls(cache.block_size, layers, dtype, states)
 
     @property
     def digest(self) -> str:

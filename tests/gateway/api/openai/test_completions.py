@@ -133,10 +133,11 @@ async def test_the_models(http: Client) -> None:
     assert (await http.get("/version")).json()["version"]
 
 
-async def test_models_have_the_bytes_of_a_sequences_recurrent_state(http: Client) -> None:
-    http.engine.stage_reports = [report(stage="executor", load={"state_bytes": 2048})]
+async def test_models_have_the_bytes_of_a_state_and_the_format_of_weights(http: Client) -> None:
+    facts: dict[str, int | str] = {"state_bytes": 2048, "quantization": "GPTQ int4"}
+    http.engine.stage_reports = [report(stage="executor", load=facts)]
     (model,) = (await http.get("/v1/models")).json()["data"]
-    assert model["state_bytes"] == 2048
+    assert {name: model[name] for name in facts} == facts
 
 
 async def test_models_name_the_owners_of_experts(http: Client) -> None:

@@ -30,6 +30,7 @@ from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
 from nano_inference.stages.executor.runner.attention_options import AttentionOptions
 from nano_inference.stages.executor.runner.batch import Rows, order_rows
 from nano_inference.stages.executor.runner.kernels.cpu import PagedAttention
+from nano_inference.stages.executor.runner.kv_codes import pack, unpack
 from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 
 from ...recorder import PlainPagedAttention
@@ -50,12 +51,20 @@ class Subject:
     Attributes:
         rounding: The tolerance in bfloat16, relative to the largest number: the kernel rounds
             its results, PyTorch's products the scores too.
+        codes: As of LayerSpec; the reference then takes the numbers that are kept.
     """
 
     make: Callable[[LoadedModel, int], AttentionBackend[Any]]
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     rounding: float = 0.0
+    codes: torch.dtype | None = None
+
+    def as_kept(self, numbers: Tensor) -> Tensor:
+        """Keys or values as attention is to read them from the cache."""
+        if self.codes is None:
+            return numbers
+        return unpack(*pack(numbers, self.codes), self.dtype)
 
 
 def triton_backend(model: LoadedModel, block_size: int) -> AttentionBackend[Any]:
@@ -72,6 +81,12 @@ SUBJECTS = {
     "CPU kernel, bfloat16": Subject(CpuBackend, dtype=BF16, rounding=2**-7),
     "Triton": Subject(triton_backend, "cpu" if INTERPRETED else "cuda"),
     "tiled": Subject(lambda model, size: TiledBackend(size)),
+    "gather, int8": Subject(GatherBackend, codes=torch.int8),
+    "tiled, fp8": Subject(lambda model, size: TiledBackend(size), codes=torch.float8_e4m3fn),
+    "CPU kernel, int8": Subject(CpuBackend, codes=torch.int8),
+    "CPU kernel, bfloat16, fp8": Subject(
+        CpuBackend, dtype=BF16, rounding=2**-7, codes=torch.float8_e4m3fn
+    ),
 }
 
 
@@ -119,7 +134,8 @@ def layer_module(index: int = 0) -> nn.Module:
 
 def make_model(case: Case, subject: Subject) -> LoadedModel:
     """Two layers of the case's kind; there is no module."""
-    spec = LayerSpec(case.kv_heads, case.dim, case.value_dim, case.window, case.chunk)
+    shape = case.kv_heads, case.dim, case.value_dim
+    spec = LayerSpec(*shape, case.window, case.chunk, codes=subject.codes)
     config: Any = None
     device = torch.device(subject.device)
     return LoadedModel(
@@ -205,8 +221,11 @@ def run_case(case: Case, subject: Subject, seed: int = 0) -> float:
     model = make_model(case, subject)
     cache = KVCache(model, num_blocks, case.block_size)
     assert cache.padding_block == num_blocks
-    for tensor in (*cache.keys, *cache.values):
-        tensor.normal_()  # what earlier sequences left behind
+    for tensor in cache.in_blocks:  # what earlier sequences left behind
+        if tensor.itemsize == 1:
+            tensor.view(torch.uint8).random_(0, 127)
+        else:
+            tensor.normal_()
     for row, (start, _) in enumerate(rows):
         past = Rows(np.array([0]), np.array([start]), tables[row : row + 1], 0)
         slots = torch.from_numpy(past.slots(case.block_size))
@@ -220,7 +239,8 @@ def run_case(case: Case, subject: Subject, seed: int = 0) -> float:
     error = 0.0
     for found, row in zip(output, order, strict=True):
         if row < len(rows):
-            own = (data.queries[row], data.keys[row], data.values[row])
+            kept = map(subject.as_kept, (data.keys[row], data.values[row]))
+            own = (data.queries[row], *kept)
             expected = reference(case, int(starts[row]), *own, data.sinks)
             allowed = max(MAX_ERROR, subject.rounding * float(expected.abs().max()))
             error = max(error, float((found.double() - expected).abs().max() / allowed))
@@ -259,7 +279,7 @@ def attend(
     )
     assert weights is None
     assert output.shape == (1, rows.num_tokens.sum(), case.query_heads, case.value_dim)
-    assert output.dtype == cache.keys[0].dtype
+    assert output.dtype == data.queries[0].dtype
     return list(output[0].cpu().split(rows.num_tokens.tolist()))
 
 
@@ -285,7 +305,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_explicit_mask(name: str, subject: Subject) -> None:
     case = CASES[name]
-    if subject.dtype == BF16 and not PagedAttention.handles(case.dim, case.value_dim):
+    if subject.make is CpuBackend and not PagedAttention.handles(case.dim, case.value_dim):
         pytest.skip("not for heads of this width, which get another back end")
     assert run_case(case, subject) < 1
 
@@ -349,8 +369,9 @@ def test_a_prepared_step_is_good_for_every_layer_and_they_keep_their_own_cache(
     qkv = QKV(*(part[0].to(subject.device) for part in (data.queries, data.keys, data.values)))
     options = AttentionOptions(0.3)
     first = backend.forward(batch, cache, 1, qkv, options)
-    assert not cache.keys[0].any()
-    assert int(cache.keys[1].any(-1).any(-1).sum()) == 3
+    untouched, written = (keys.view(torch.uint8) for keys in cache.keys)
+    assert not untouched.any()
+    assert int(written.any(-1).any(-1).sum()) == 3
     assert torch.equal(backend.forward(batch, cache, 0, qkv, options), first)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -37,6 +38,39 @@ Change = Callable[[gguf.GGUFWriter], object]
 
 def nothing(writer: gguf.GGUFWriter) -> None:
     pass
+
+
+def random_rows(kind: str, rows: int, columns: int, size: float = 0.02, seed: int = 0) -> Any:
+    """Return `[rows, bytes]` uint8: blocks of a quantised type, with every code.
+
+    The package quantises to some types only. So codes are random bytes, and each block's factors
+    are such that weights have a standard deviation of about `size`.
+    """
+    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    numbers = np.random.default_rng(seed)
+    blocks = numbers.integers(0, 256, (rows * columns // block, block_bytes), np.uint8)
+    for place, deviation in _FACTORS[kind].items():
+        factors = size / deviation * numbers.uniform(0.8, 1.2, len(blocks))
+        blocks[:, place : place + 2] = factors.astype(np.float16)[:, None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+_FACTORS: dict[str, dict[int, float]] = {
+    "Q8_0": {0: 74},
+    "Q4_0": {0: 4.6},
+    "Q4_1": {0: 4.6, 2: -0.61},
+    "Q5_0": {0: 9.2},
+    "Q5_1": {0: 9.2, 2: -0.6},
+    "Q2_K": {80: 13.9, 82: 9.3},
+    "Q3_K": {108: 42},
+    "Q4_K": {0: 255, 2: 34},
+    "Q5_K": {0: 520, 2: 33.5},
+    "Q6_K": {208: 1360},
+    "IQ4_NL": {0: 68},
+    "IQ4_XS": {0: 1260},
+}
+"""The places of a block's factors, and the deviation of weights over each factor: weights have a
+mean of about 0."""
 
 
 def tiny_tokenizer(writer: gguf.GGUFWriter) -> None:

@@ -106,12 +106,15 @@ class LoadedModel:
             Transformers' own attention.
         may_pad: Whether an encoder's states are the same in a padded batch.
         is_shared: Whether a caller shares the module and may replace its weights between steps.
-        shards: The whole model's tensors, if the module is one rank's shard; else None.
+        shards: The whole model's tensors, if the module is one rank's shard, or some of its tensors
+            are codes; else None.
         pipeline: This rank's place among several stages; None if there is one.
         latent_attention: "in use", or why latent attention runs with the keys and values of all
             heads; "" for a model without it.
         index_keys: Of layers whose indexers choose the tokens that a query sees.
         encoders: Encoders of the media that the model takes, one for each kind.
+        quantization: The format of quantised weights, for people; "" for plain weights.
+        quantization_notes: Sentences about what of such a checkpoint is ignored or changed.
     """
 
     module: nn.Module
@@ -134,6 +137,8 @@ class LoadedModel:
     encoders: tuple[MediaEncoder, ...] = ()
     latent_attention: str = ""
     index_keys: tuple[IndexKeys, ...] = ()
+    quantization: str = ""
+    quantization_notes: tuple[str, ...] = ()
 
     @property
     def states(self) -> tuple[LayerState, ...]:
@@ -154,8 +159,13 @@ class LoadedModel:
 
     @property
     def whole(self) -> nn.Module:
-        """The whole model, on the meta device if `module` is a shard."""
+        """The whole model with plain tensors, on the meta device if `module` isn't."""
         return self.module if self.shards is None else self.shards.whole
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether `module` is one rank's shard."""
+        return self.shards is not None and self.shards.by_rank
 
     @property
     def num_parameters(self) -> int:
@@ -165,7 +175,8 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the whole model's parameters."""
-        return sum(each.nbytes for each in self.whole.parameters())
+        module = self.whole if self.is_shard else self.module
+        return sum(each.nbytes for each in module.parameters())
 
     @property
     def base(self) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from .attention.interface import (
     register_attention,
 )
 from .attention.lengths import provide_lengths
-from .checkpoint import tensor_files, tensors_missing, wrong_shape
+from .checkpoint import is_coded, tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel
@@ -43,6 +44,7 @@ from .media import SUPPORTED
 from .mixers.marks import has_mixers
 from .progress import counted_progress
 from .ranks.rank_error import RankError
+from .shards import ShardedWeights
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         _check_no_decoder_beside(hf_config)
     else:
         check_architecture(hf_config)
-    module = _load_weights(folder, hf_config, config, without_output=without_output)
+    module, plan = _load_weights(folder, hf_config, config, without_output=without_output)
     try:
         module = module.to(device)
     except torch.OutOfMemoryError:
@@ -112,6 +114,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         image_processor=processor,
         latent_attention=config.latent_attention,
     )
+    if plan is not None:
+        model = replace(model, quantization=plan.label, quantization_notes=plan.notes)
     return replace(model, is_shared=False)
 
 
@@ -169,12 +173,13 @@ def wrap_model(
         encoders = (VisionModel(module, image_processor, look_ahead(module)),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     provide_lengths(module)
+    # A stage's first tensor may be one that is kept in float32.
+    dtype = weight.dtype if pipeline is None else pipeline.dtype
     return LoadedModel(
         module=module,
         hf_config=hf_config,
         device=weight.device,
-        # A stage's first tensor may be one that is kept in float32.
-        dtypes=Dtypes.of(weight.dtype if pipeline is None else pipeline.dtype),
+        dtypes=Dtypes.of(dtype),
         max_model_len=limit,
         vocab_size=weight.shape[0],
         layers=tuple(probe.layers[index] for index in indices),
@@ -184,11 +189,21 @@ def wrap_model(
         mixers=mixers,
         generates=generates,
         is_shared=True,
+        shards=_places_in(module, dtype),
         pipeline=pipeline,
         encoders=encoders,
         latent_attention=latents,
         index_keys=index_keys,
     )
+
+
+def _places_in(module: Any, dtype: torch.dtype) -> ShardedWeights | None:
+    """Return the places of the unquantised model's tensors; None of a model without codes."""
+    if not any(getattr(each, "holds_codes", False) for each in module.modules()):
+        return None
+    from .whole_model import make_whole
+
+    return ShardedWeights.of(module, whole=make_whole(module.config, dtype, type(module)))
 
 
 def _attention_of(hf_config: PreTrainedConfig, name: str) -> str | dict[str, str]:
@@ -278,7 +293,8 @@ def _class_of(mapping: Any, hf_config: PreTrainedConfig) -> type:
 
 def _load_weights(
     folder: Path, hf_config: PreTrainedConfig, config: EngineConfig, *, without_output: bool = False
-) -> nn.Module:
+) -> tuple[nn.Module, Plan | None]:
+    """Return the model, and how its layers became codes."""
     # An encoder runs with Transformers' own attention, and may be one.
     options: dict[str, Any] = {}
     if not without_output:
@@ -287,7 +303,7 @@ def _load_weights(
     if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    progress = counted_progress
+    progress, files = counted_progress, dict[str, Path]()
     if (folder / LINK).is_file():
         from .gguf_loading import check_parameters, options_of, progress
 
@@ -295,10 +311,11 @@ def _load_weights(
         options |= options_of(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
     else:
-        tensor_files(folder)
-    plan = _plan_of(config, hf_config)
+        files = tensor_files(folder)
+    plan = _plan_of(config, hf_config, folder, files)
     if plan is not None:
         options |= plan.options(hf_config)
+        dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
     try:
         with progress():
             loaded: Any = auto.from_pretrained(
@@ -320,16 +337,20 @@ def _load_weights(
     module, info = loaded
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
-    return frozen
+    return frozen, plan
 
 
-def _plan_of(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
+def _plan_of(
+    config: EngineConfig, hf_config: PreTrainedConfig, folder: Path, files: Mapping[str, Path]
+) -> Plan | None:
     """Return the plan of quantised layers; None, without importing them, if there are none."""
-    if config.quantization == "auto":
+    parts = (hf_config, hf_config.get_text_config())
+    stored = any(getattr(each, "quantization_config", None) is not None for each in parts)
+    if config.quantization == "auto" and not stored and not any(map(is_coded, files)):
         return None
     from .quantized_loading import plan_for
 
-    return plan_for(config, hf_config)
+    return plan_for(config, hf_config, folder, files)
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:

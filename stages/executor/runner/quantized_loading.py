@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,19 +27,21 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
+from .checkpoint import is_coded
 from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
 from .linear.dense import DenseLinear
+from .linear.experts import expert_products, is_other_mixture, put_codes, round_experts
 from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
-from .sharded_model import widen
 from .system_memory import drop_pages, mapped_files
+from .whole_model import widen
 
 _LEAST_SHARE = 16
 """Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
 
-_KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
+KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
 """Names of layers that are not quantised: routers, indexers, and the layer that latent attention
 multiplies into queries and outputs."""
 
@@ -65,17 +68,19 @@ class LayerCodes(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """The weight of one linear layer, packed for kernels.
+    """The weight of one linear layer, or of one product of all experts, packed for kernels.
 
     Attributes:
-        form: The form of the codes.
-        tensors: As `pack_plain` returns them.
+        form: The form of the codes, of one expert.
+        tensors: As `pack_plain` returns them; of experts as `stack_codes`.
         order: As of `LayerCodes`.
+        rounding: Makes codes of new weights; None if a format stores the codes.
     """
 
     form: Codes
     tensors: Mapping[str, Tensor]
     order: Tensor | None = None
+    rounding: Rounding | None = None
 
 
 class Plan(ABC):
@@ -84,10 +89,17 @@ class Plan(ABC):
     Attributes:
         error: Why loading ended early, for a person.
         activation_bits: As in EngineConfig.
+        label: The format of codes, for people.
     """
 
     error: ModelError | None = None
     activation_bits: Literal[16, 8] = 16
+    label: str
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what of the checkpoint is ignored or changed; after loading."""
+        return ()
 
     def options(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
         """Return arguments for `from_pretrained`, by which our quantizer loads the model."""
@@ -97,12 +109,27 @@ class Plan(ABC):
                 del each.quantization_config
         return {"config": plain, "quantization_config": Loading(self)}
 
+    def dtype(self, own: torch.dtype | None) -> torch.dtype | Literal["auto"]:
+        """Return the dtype of what isn't quantised, and of activations, if the settings name none.
+
+        Args:
+            own: That of config.json.
+        """
+        return "auto"
+
     def prepare(self, model: Any) -> None:  # noqa: B027
         """Called with the whole model on the meta device, before tensors are loaded."""
 
+    def rename(self, conversions: list[Any], model: Any) -> list[Any]:
+        """Return the conversions of tensors, of Transformers' own for the model."""
+        return conversions
+
     @abstractmethod
     def handles(self, name: str) -> bool:
-        """Return whether a linear layer, or embedding, is quantised; by the module's name."""
+        """Return whether a linear layer, or embedding, is quantised; by the module's name.
+
+        Stacked weights of experts count as modules by the parameter's name.
+        """
 
     stored: Sequence[str] = ()
     """Stored tensors of a quantised layer by the ends of their names, beside "bias": such as
@@ -118,6 +145,7 @@ class MadeAtLoad(Plan):
 
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
+        self.label = config.quantization
         self.activation_bits = config.activation_bits
         self._config = config
 
@@ -151,16 +179,38 @@ class StoredCodes(Plan):
         """
 
 
-def plan_for(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
-    """Return the plan for a checkpoint, by the settings or the checkpoint's own configuration; None
-    to load it without ours.
+def plan_for(
+    config: EngineConfig,
+    hf_config: PreTrainedConfig,
+    folder: Path | None = None,
+    files: Mapping[str, Path] | None = None,
+) -> Plan | None:
+    """Return the plan for a checkpoint, by its own configuration or the settings; None to load it
+    without ours.
+
+    Args:
+        config: The settings.
+        hf_config: The model's configuration.
+        folder: The checkpoint's folder.
+        files: The file of each tensor; None for plain weights.
 
     Raises:
-        ModelError: The settings ask for codes of weights that are codes already.
+        ModelError: The settings ask for codes of weights that are codes already, or these can't be
+            read.
     """
     stored = stored_config(hf_config)
+    if folder is not None and files and stored is None and any(map(is_coded, files)):
+        from .stored_codes import find_config
+
+        stored = find_config(folder)
     if config.quantization == "auto":
-        return None
+        if stored is None:
+            return None
+        from .stored_codes import FormatCodes
+
+        plan = FormatCodes(stored, files or {})
+        plan.activation_bits = config.activation_bits
+        return plan
     if stored is not None:
         raise ModelError(
             f"engine.quantization {config.quantization}: the checkpoint is quantised already "
@@ -216,8 +266,12 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         self.plan.prepare(model)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        owner, _, own = param_name.rpartition(".")
-        return own == "weight" and self.plan.handles(owner)
+        return self.plan.handles(param_name.removesuffix(".weight"))
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        renamed = self.plan.rename(weight_conversions, model)
+        found: list[Any] = super().update_weight_conversions(renamed, model)
+        return found
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Collect(self)
@@ -300,15 +354,19 @@ def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer
     if (rounding := plan.roundings.get(owner)) is None:
         return weight
     try:
-        rows = weight.T if _is_transposed(model, owner) else weight
-        layer = CodedLayer(*round_weight(rows, rounding))
+        if products := expert_products(model.get_submodule(name.rpartition(".")[0])):
+            transposed = products[0].transposed
+            made = round_experts(weight, rounding, transposed=transposed)
+        else:
+            rows = weight.T if _is_transposed(model, owner) else weight
+            made = round_weight(rows, rounding)
     except ValueError as error:
         raise ModelError(
             f"{name} can't be quantised: {error}; name its module in engine.quantization_ignore, "
             "or choose another checkpoint"
         ) from None
     drop_pages(weight, mapped_files())
-    return layer
+    return CodedLayer(*made, rounding=rounding)
 
 
 def _read(
@@ -351,17 +409,23 @@ def _is_transposed(model: Any, name: str) -> bool:
 def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     """Return the codes to make of a model's layers by the settings; {} for none.
 
-    They are for linear layers of the text model, and for the output layer with an embedding that is
-    tied to it. Layers that decide where tokens go, or how fast a state decays, stay as they are:
-    they are small, and their errors multiply.
+    They are for linear layers and experts of the text model, and for the output layer with an
+    embedding that is tied to it. Layers that decide where tokens go, or how fast a state decays,
+    stay as they are: they are small, and their errors multiply.
 
     Raises:
-        ModelError: A pattern of the settings matches no module, or there are no such layers.
+        ModelError: A pattern of the settings matches no module, there are no such layers, or there
+            are experts of an unknown kind.
     """
     if config.quantization == "auto":
         return {}
     names = {name: module for name, module in model.named_modules() if name}
-    _check_patterns(config.quantization_ignore, names)
+    stacked = {
+        f"{name}.{each.name}": module
+        for name, module in names.items()
+        for each in expert_products(module)
+    }
+    _check_patterns(config.quantization_ignore, [*names, *stacked])
     bits: Literal[4, 8] = 8 if config.quantization == "int8" else 4
     group = config.quantization_group or (128 if bits == 4 else 0)
     inner = Rounding(bits, group, config.quantization_zero_points)
@@ -372,16 +436,24 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     own = {id(each) for each in decoder.modules()}
     hidden: int = getattr(text, "hidden_size", 0)
     found = {}
-    for name, module in names.items():
+    for name, module in [*names.items(), *stacked.items()]:
         if any(fnmatchcase(name, pattern) for pattern in config.quantization_ignore):
             continue
         method = method_of(module)
-        if not isinstance(method, DenseLinear):
-            continue
-        if module is ends[0]:
+        layer = method if isinstance(method, DenseLinear) else None
+        if layer is not None and module is ends[0]:
             found[name] = output
-        elif id(module) in own and _is_large(name, method, hidden):
+        elif id(module) not in own:
+            continue
+        elif name in stacked or (layer is not None and _is_large(name, layer, hidden)):
             found[name] = inner
+        elif is_other_mixture(module):
+            raise ModelError(
+                f"engine.quantization {config.quantization}: {name} ({type(module).__name__}) has "
+                "experts of a kind that can't be quantised; add "
+                f"'*.{name.rpartition('.')[2]}*' to engine.quantization_ignore to keep them as "
+                "they are"
+            )
     pair = tied_pair(model)
     if pair and pair[0] in found:
         found[pair[1]] = output
@@ -395,7 +467,7 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
 
 def _is_large(name: str, layer: LinearMethod, hidden: int) -> bool:
     """Return whether a linear layer is quantised: not routers, gates and other small ones."""
-    if _KEPT.search(name):
+    if KEPT.search(name):
         return False
     return _LEAST_SHARE * min(layer.inputs, layer.outputs) >= hidden
 
@@ -431,6 +503,10 @@ def install(
         layers.update(dict.fromkeys(pair, known[0]))
     shared: dict[int, dict[str, nn.Parameter]] = {}
     for name, layer in layers.items():
+        if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
+            codes = put_codes(model, name, layer.form, layer.tensors, layer.rounding)
+            codes.activation_bits = activation_bits
+            continue
         if id(layer) not in shared:
             found = layer.tensors.items()
             shared[id(layer)] = {
@@ -452,9 +528,14 @@ def _same(one: CodedLayer, other: CodedLayer) -> bool:
 def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
     dtype: torch.dtype = plain.get_parameter("weight").dtype
     if isinstance(plain, nn.Embedding):
-        return QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding = QuantizedEmbedding(layer.form, tensors, plain, dtype)
+        embedding.rounding = layer.rounding
+        return embedding
     bias: Tensor | None = plain.bias  # type: ignore[assignment]
     linear = QuantizedLinear(layer.form, tensors, bias, dtype=dtype)
+    method = method_of(plain)
+    linear.rounding = layer.rounding
+    linear.transposed = isinstance(method, DenseLinear) and method.transposed
     return linear if layer.order is None else ReorderedLinear(linear, layer.order)
 
 

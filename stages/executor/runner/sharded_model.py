@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....config import EngineConfig, ModelError, WeightsError
 from ....text.gguf_facts import LINK
@@ -33,6 +32,7 @@ from .ranks.plan import Style, check_divisible, parallel_plan
 from .shards import Box, Shard, ShardedWeights, boxes_in
 from .system_memory import zeros
 from .weights.conversion import as_parameters, split_converted
+from .whole_model import make_whole
 
 _ALONE = "set engine.tensor_parallel to 1, and engine.rank_invariant to false"
 
@@ -175,40 +175,6 @@ def _dtype_of(
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             return dtype
     return torch.float32
-
-
-def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None) -> Any:
-    """Return the whole model on the meta device: it has shapes, and no numbers.
-
-    Args:
-        hf_config: Its configuration.
-        dtype: Dtype of its weights.
-        kind: Its class; that of a causal language model if None.
-
-    Raises:
-        ModelError: Transformers can't build it.
-    """
-    auto: Any = AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            make = auto.from_config if kind is None else kind._from_config
-            whole = make(hf_config, dtype=dtype, attn_implementation="eager")
-    except Exception as error:
-        raise ModelError(f"can't build {hf_config.model_type}: {error}") from error
-    widen(whole, dtype)
-    return whole.requires_grad_(False).eval()
-
-
-def widen(whole: Any, dtype: torch.dtype) -> None:
-    """Give weights the dtype that Transformers loads them in, if it is another: routers of some
-    mixtures of experts, and their biases, are in float32."""
-    plan: dict[str, torch.dtype] = whole._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern, by_group, _ = build_glob_alternation(list(plan))
-    for name, tensor in whole.state_dict(keep_vars=True).items():
-        if (found := pattern.search(name)) is not None and tensor.dtype.is_floating_point:
-            tensor.data = tensor.data.to(plan[by_group[found.lastgroup]])
 
 
 def shard_model(

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ..fixed_tiles import FixedTiles
 from ..kernels import cpu
@@ -46,3 +48,19 @@ def pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:
     found = [each for each in packed if each is not None]
     alike = len({each.codes is None for each in found}) == 1
     return found if alike and len(found) == len(names) else []
+
+
+def kind_of(activation: object) -> LinearKind | None:
+    """Return the kind of kernel that computes this activation of a gate."""
+    if not callable(activation):
+        return None
+    x = torch.linspace(-8, 8, 257)
+    known = {
+        LinearKind.GATED_SILU: F.silu(x),
+        LinearKind.GATED_TANH_GELU: F.gelu(x, approximate="tanh"),
+    }
+    output = activation(x)
+    for kind, values in known.items():
+        if torch.allclose(output, values, rtol=0, atol=1e-6):
+            return kind
+    return None

@@ -26,7 +26,7 @@ from ..linear.choose import method_of
 from ..linear.method import LinearMethod
 from ..loaded_model import LoadedModel
 from ..ranks.passing import PassingLayer
-from .calls import Calls, pack
+from .calls import Calls, kind_of, pack
 from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]
@@ -52,6 +52,11 @@ def find_patterns(
         offers: list[Forward] = []
         if (method := method_of(module)) is not None:
             offers = _linear(method, calls, wide=module is output)
+        elif getattr(module, "holds_experts", False):
+            from .experts import expert_pass
+
+            found = expert_pass(module, model.dtypes.activations, calls)  # type: ignore[arg-type]
+            offers = [] if found is None else [found]
         elif "RMSNorm" in type(module).__name__:
             offers = [*_norm(module, calls)]
         else:
@@ -114,7 +119,7 @@ def _gated_mlp(module: nn.Module, calls: Calls) -> list[Forward]:
 def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None:
     """Return a gated MLP's pass up to its last layer, on `[tokens, hidden]`."""
     packed = pack(module, _GATED)
-    kind = _kind_of(getattr(module, "act_fn", None))
+    kind = kind_of(getattr(module, "act_fn", None))
     if not packed or method_of(getattr(module, "down_proj", None)) is None or kind is None:
         return None
     if any(layer.parameters["bias"] is not None for layer in packed):
@@ -129,22 +134,6 @@ def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None
         return product
 
     return gated
-
-
-def _kind_of(activation: object) -> LinearKind | None:
-    """Return the kind of kernel that computes this activation."""
-    if not callable(activation):
-        return None
-    x = torch.linspace(-8, 8, 257)
-    known = {
-        LinearKind.GATED_SILU: F.silu(x),
-        LinearKind.GATED_TANH_GELU: F.gelu(x, approximate="tanh"),
-    }
-    output = activation(x)
-    for kind, values in known.items():
-        if torch.allclose(output, values, rtol=0, atol=1e-6):
-            return kind
-    return None
 
 
 def _attention(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forward]:
@@ -495,7 +484,7 @@ def _layer_parts(
         if packed is None:
             return None
         sums[role] = LinearSum(packed)
-    kind = _kind_of(mlp.act_fn)
+    kind = kind_of(mlp.act_fn)
     assert kind is not None
     norms = {"first": layer.first, "second": layer.second}
     gated = Linear(pack(mlp, _GATED), kind)

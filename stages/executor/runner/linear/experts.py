@@ -8,13 +8,17 @@ architectures that do so, and others are refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.integrations.moe import _default_apply_gate
 
-from .codes import Codes, PlainCodes, pack_plain, unpack
+from ..shards import Box, whole_box
+from .codes import Codes, unpack
+from .requantizing import CodesBox
+from .rounding import Rounding, round_weight
 
 _DOWN = "down_proj"
 _FIRST = ("gate_up_proj", "up_proj")
@@ -57,37 +61,90 @@ def expert_products(module: nn.Module) -> tuple[ExpertProduct, ...]:
     return tuple(found)
 
 
-def is_other_mixture(module: nn.Module) -> bool:
-    """Return whether a module has stacked experts of a kind that isn't known here."""
-    stacked = any(
-        each is not None and each.dim() == 3 and name.split("_")[0] in ("gate", "up", "down", "w1")
-        for name, each in module._parameters.items()
-    )
-    return stacked and not expert_products(module)
-
-
-def stack_codes(form: Codes, experts: Iterable[PlainCodes]) -> dict[str, Tensor]:
-    """Return the tensors of `pack_plain`, each with the experts as its first dimension.
+def put_codes(
+    model: nn.Module,
+    name: str,
+    form: Codes,
+    tensors: Mapping[str, Tensor],
+    rounding: Rounding | None = None,
+) -> None:
+    """Put codes in the place of the stacked weights of a model's parameter.
 
     Args:
+        model: The model.
+        name: Name of the parameter, such as "model.layers.0.mlp.experts.down_proj".
         form: The form of one expert's codes.
-        experts: The weights of each expert; they may be made one at a time.
+        tensors: Those of `stack_codes`.
+        rounding: Makes codes of new weights; None if a format stores the codes.
     """
-    packed = [pack_plain(form, plain) for plain in experts]
-    return {name: torch.stack([each[name] for each in packed]) for name in packed[0]}
+    path, _, own = name.rpartition(".")
+    experts = model.get_submodule(path)
+    if not isinstance(experts, QuantizedExperts):
+        experts = QuantizedExperts(experts)
+        model.set_submodule(path, experts, strict=True)
+    experts.put(own, form, tensors, rounding)
+
+
+def is_other_mixture(module: nn.Module) -> bool:
+    """Return whether a module has the weights of experts in a form that isn't known here."""
+    own = (each for each in module._parameters.values() if each is not None)
+    named = "Expert" in type(module).__name__ and any(each.dim() > 1 for each in own)
+    return named and not expert_products(module)
+
+
+def round_experts(
+    weights: Tensor, rounding: Rounding, *, transposed: bool
+) -> tuple[Codes, dict[str, Tensor]]:
+    """Return codes of the weights of a product's experts: one expert's form, and `stack_codes`.
+
+    Args:
+        weights: As Transformers stacks them.
+        rounding: As of `round_weight`.
+        transposed: As of `ExpertProduct`.
+
+    Raises:
+        ValueError: As `round_weight`.
+    """
+    rows = weights.mT if transposed else weights
+    form = rounding.form(*rows.shape[1:])
+    return form, stack_codes((round_weight(each, rounding)[1] for each in rows), len(rows))
+
+
+def stack_codes(experts: Iterable[Mapping[str, Tensor]], count: int) -> dict[str, Tensor]:
+    """Return tensors with the experts as their first dimension.
+
+    Args:
+        experts: The tensors of `pack_plain` of each expert; they may be made one at a time.
+        count: The number of experts.
+    """
+    stacked: dict[str, Tensor] = {}
+    for number, packed in enumerate(experts):
+        for name, tensor in packed.items():
+            if name not in stacked:
+                stacked[name] = tensor.new_empty(count, *tensor.shape)
+            stacked[name][number] = tensor
+    return stacked
 
 
 class ExpertCodes(nn.Module):
     """The codes of one product of all experts, as parameters with the names of `pack_plain`.
 
     Attributes:
+        holds_codes: Marks modules whose tensors are not those of the whole model.
         form: The form of one expert's codes.
+        rounding: Makes codes of new weights; None if the codes were read from a checkpoint.
+        activation_bits: As of `Packed`.
     """
 
-    def __init__(self, form: Codes, tensors: Mapping[str, Tensor]) -> None:
+    holds_codes: ClassVar[bool] = True
+    activation_bits: Literal[16, 8] = 16
+
+    def __init__(
+        self, form: Codes, tensors: Mapping[str, Tensor], rounding: Rounding | None = None
+    ) -> None:
         """Take the weights: `tensors` are those of `stack_codes`, possibly on the meta device."""
         super().__init__()
-        self.form = form
+        self.form, self.rounding = form, rounding
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
@@ -100,11 +157,6 @@ class ExpertCodes(nn.Module):
     def unpacked(self, expert: int) -> Tensor:
         """Return one expert's weight, `[outputs, inputs]` float32."""
         return unpack(self.form, self.of(expert))
-
-    def write(self, expert: int, plain: PlainCodes) -> None:
-        """Replace one expert's weight, in place."""
-        for name, new in pack_plain(self.form, plain).items():
-            self.get_parameter(name).data[expert].copy_(new)
 
 
 class QuantizedExperts(nn.Module):
@@ -119,9 +171,12 @@ class QuantizedExperts(nn.Module):
     stacked weights as they were.
 
     Attributes:
+        holds_experts: Marks the class for `fast_modules.patterns`.
         products: The products, in their order.
         num_experts: Experts of the layer.
     """
+
+    holds_experts: ClassVar[bool] = True
 
     def __init__(self, whole: nn.Module) -> None:
         """Take the place of Transformers' module, still without codes.
@@ -140,17 +195,47 @@ class QuantizedExperts(nn.Module):
         # In a tuple, so that it is no module of the model.
         self._whole: tuple[Any] = (whole,)
 
-    def put(self, name: str, form: Codes, tensors: Mapping[str, Tensor]) -> None:
+    def put(
+        self,
+        name: str,
+        form: Codes,
+        tensors: Mapping[str, Tensor],
+        rounding: Rounding | None = None,
+    ) -> None:
         """Replace a product's stacked weights by codes.
 
         Args:
             name: Of `products`.
-            form: The form of one expert's codes.
-            tensors: Those of `stack_codes`.
+            form, tensors, rounding: As of `put_codes`.
         """
+        self._dtype = self.get_parameter(name).dtype
         for owner in (self, *self._whole):
             del owner._parameters[name]
-        self.add_module(name, ExpertCodes(form, tensors))
+        self.add_module(name, ExpertCodes(form, tensors, rounding))
+
+    def boxes(self, name: str) -> list[Box]:
+        """Return the parts of a tensor of the whole model's module, for `shards.boxes_in`."""
+        codes = self._modules.get(name)
+        if not isinstance(codes, ExpertCodes):
+            return [whole_box(self, name)]
+        form, transposed = codes.form, self.products[0].transposed
+        place = (slice(0, form.outputs), slice(0, form.inputs))
+        found: list[Box] = []
+        for number in range(self.num_experts):
+            own = (slice(number, number + 1), *(place[::-1] if transposed else place))
+            tensors = codes.of(number)
+            found.append(
+                CodesBox(
+                    tensors["codes"],
+                    own,
+                    form,
+                    tensors,
+                    self._dtype,
+                    codes.rounding,
+                    transposed=transposed,
+                )
+            )
+        return found
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
@@ -163,7 +248,7 @@ class QuantizedExperts(nn.Module):
         Returns:
             `[tokens, hidden]`.
         """
-        return self._sum(hidden, top_k_index, top_k_weights, self._expert)
+        return self.sum(hidden, top_k_index, top_k_weights, self._expert)
 
     def weight(self, name: str, number: int) -> Tensor:
         """Return the weight of one expert in a product, `[outputs, inputs]`, unpacked."""
@@ -173,15 +258,19 @@ class QuantizedExperts(nn.Module):
         weight = self.get_parameter(name)[number]
         return weight.t() if self.products[0].transposed else weight
 
-    # --- inside -------------------------------------------------------------------------------
-
-    def _sum(
+    def sum(
         self,
         hidden: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
         expert: Callable[[int, Tensor], Tensor],
     ) -> Tensor:
+        """Return the weighted sum likewise.
+
+        Args:
+            hidden, top_k_index, top_k_weights: As of `forward`.
+            expert: From an expert's number and its rows, `[rows, hidden]`, to its outputs.
+        """
         tokens, top_k = top_k_index.shape
         chosen = top_k_index.flatten()
         slots = hidden.new_zeros(tokens * top_k, self.products[1].outputs)
@@ -195,6 +284,22 @@ class QuantizedExperts(nn.Module):
             total = total + weighted[:, place]
         return total.to(hidden.dtype)
 
+    def activate(self, rows: Tensor) -> Tensor:
+        """Return what is between the two products, `[..., outputs]` to `[..., inputs]`."""
+        [whole] = self._whole
+        activated: Tensor = whole._apply_gate(rows) if whole.has_gate else whole.act_fn(rows)
+        return activated
+
+    @property
+    def plain_activation(self) -> object:
+        """The function of the gates if the first half of the outputs are gates, and nothing else is
+        done to them; else None."""
+        [whole] = self._whole
+        plain = whole.has_gate and type(whole)._apply_gate is _default_apply_gate
+        return getattr(whole, "act_fn", None) if plain else None
+
+    # --- inside -------------------------------------------------------------------------------
+
     def _runs(self, chosen: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Iterate over the chosen experts, with the places in `chosen` of each."""
         counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
@@ -206,7 +311,7 @@ class QuantizedExperts(nn.Module):
     def _expert(self, number: int, rows: Tensor) -> Tensor:
         """`[rows, hidden]` of one expert, by unpacked weights."""
         first, down = (each.name for each in self.products)
-        return self._linear(down, number, self._activate(self._linear(first, number, rows)))
+        return self._linear(down, number, self.activate(self._linear(first, number, rows)))
 
     def _linear(self, name: str, number: int, rows: Tensor) -> Tensor:
         return F.linear(rows, self.weight(name, number).to(rows.dtype), self._bias(name, number))
@@ -214,8 +319,3 @@ class QuantizedExperts(nn.Module):
     def _bias(self, name: str, number: int) -> Tensor | None:
         bias = self._parameters.get(f"{name}_bias")
         return None if bias is None else bias.data[number]
-
-    def _activate(self, rows: Tensor) -> Tensor:
-        [whole] = self._whole
-        activated: Tensor = whole._apply_gate(rows) if whole.has_gate else whole.act_fn(rows)
-        return activated

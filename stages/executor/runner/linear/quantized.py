@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from ..shards import Box, whole_box
 from .codes import PANEL, Codes, unpack, unpack_rows
 from .method import LinearMethod, Packed
+from .requantizing import CodesBox
+from .rounding import Rounding
 
 _UNPACKED = 1 << 23
 """Numbers that are unpacked at a time, 32 MiB in float32."""
@@ -25,9 +28,13 @@ class _Coded(nn.Module):
         holds_codes: Marks modules whose tensors are not those of the whole model.
         form: The form of the codes.
         dtype: Dtype of activations.
+        rounding: Makes codes of new weights; None if the codes were read from a checkpoint.
+        transposed: Whether the whole model's weight is `[inputs, outputs]`.
     """
 
     holds_codes: ClassVar[bool] = True
+    rounding: Rounding | None = None
+    transposed = False
 
     def __init__(self, form: Codes, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__()
@@ -64,6 +71,23 @@ class _Coded(nn.Module):
         for start in range(0, self.form.outputs, count):
             stop = min(start + count, self.form.outputs)
             yield unpack(self.form, tensors, start, stop).to(self.dtype)
+
+    def boxes(self, name: str) -> list[Box]:
+        """Return the parts of the layer's "weight" or "bias", for `shards.boxes_in`."""
+        if name != "weight":
+            return [whole_box(self, name)]
+        place = (slice(0, self.form.outputs), slice(0, self.form.inputs))
+        return [
+            CodesBox(
+                self.tensors["codes"],
+                place[::-1] if self.transposed else place,
+                self.form,
+                self.tensors,
+                self.dtype,
+                self.rounding,
+                transposed=self.transposed,
+            )
+        ]
 
 
 class QuantizedLinear(_Coded, LinearMethod):
@@ -123,11 +147,6 @@ class QuantizedLinear(_Coded, LinearMethod):
         own = self._parameters
         return Packed(own, self.inputs, self.outputs, self.form, self.dtype, self.activation_bits)
 
-    def boxes(self, name: str) -> list[Box]:
-        if name == "weight":
-            raise NotImplementedError
-        return [whole_box(self, name)]
-
 
 class ReorderedLinear(nn.Module, LinearMethod):
     """A quantised layer whose groups are of inputs in another order, such as GPTQ's act-order.
@@ -167,7 +186,11 @@ class ReorderedLinear(nn.Module, LinearMethod):
         return output
 
     def boxes(self, name: str) -> list[Box]:
-        return self.inner.boxes(name)
+        found = self.inner.boxes(name)
+        return [
+            msgspec.structs.replace(box, order=self.order) if isinstance(box, CodesBox) else box
+            for box in found
+        ]
 
 
 class QuantizedEmbedding(_Coded):

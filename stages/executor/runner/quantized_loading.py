@@ -27,6 +27,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
+from ....text.gguf_facts import LINK
 from .checkpoint import is_coded
 from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
@@ -216,6 +217,11 @@ def plan_for(
             f"engine.quantization {config.quantization}: the checkpoint is quantised already "
             f"({stored.get('quant_method', 'unknown')}); set it to 'auto', or choose a checkpoint "
             "of plain weights"
+        )
+    if folder is not None and (folder / LINK).is_file():
+        raise ModelError(
+            f"engine.quantization {config.quantization}: {folder} is a GGUF file, whose weights "
+            "are kept as it has them; set it to 'auto', or choose a folder in Transformers' format"
         )
     return MadeAtLoad(config)
 

@@ -273,15 +273,6 @@ class ExecutorStage(Actor):
         facts = facts_of(folder_of(self.config.engine.model_folder))
         if facts is None:
             return
-        if facts.quantized:
-            types, dtype = ", ".join(facts.quantized), model.dtypes.weights
-            self.log.warning(
-                "gguf_dequantized",
-                types=types,
-                dtype=str(dtype).removeprefix("torch."),
-                file_bytes=facts.size_bytes,
-                bytes=facts.num_parameters * dtype.itemsize,
-            )
         if facts.unread:
             self.log.warning(
                 "gguf_positions_unread",

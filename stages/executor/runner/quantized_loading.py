@@ -167,7 +167,7 @@ class StoredCodes(Plan):
     @abstractmethod
     def read(
         self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]
-    ) -> LayerCodes | Tensor:
+    ) -> LayerCodes | CodedLayer | Tensor:
         """Return a layer's codes; or its weight, `[outputs, inputs]`, to keep it plain.
 
         Args:
@@ -400,11 +400,12 @@ def _read(
             f"{owner} has codes {found}, and config.json makes it {list(shape)}; the two are not "
             "of one model"
         )
-    packed = pack_plain(layer.form, layer.plain)
+    if isinstance(layer, LayerCodes):
+        layer = CodedLayer(layer.form, pack_plain(layer.form, layer.plain), layer.order)
     files = mapped_files()
     for tensor in stored.values():
         drop_pages(tensor, files)
-    return CodedLayer(layer.form, packed, layer.order)
+    return layer
 
 
 def _is_transposed(model: Any, name: str) -> bool:

@@ -183,6 +183,14 @@ class ServedModels:
             return 0
         return max((int(report.load.get("state_bytes", 0)) for report in reports), default=0)
 
+    async def quantization(self) -> str:
+        """Return the format of quantised weights; "" for plain weights, or while unknown."""
+        try:
+            reports = await self._reports.get()
+        except BusError:
+            return ""
+        return next(filter(None, (str(each.load.get("quantization", "")) for each in reports)), "")
+
     async def check(self, model: str, caller: Caller) -> None:
         """Check that a name exists, and that the caller may use it.
 

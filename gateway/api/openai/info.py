@@ -137,6 +137,8 @@ class ModelInfoCalls:
         more: dict[str, Any] = {"expert_owners": owners} if owners else {}
         if state_bytes := await self._served.state_bytes():
             more["state_bytes"] = state_bytes
+        if quantization := await self._served.quantization():
+            more["quantization"] = quantization
         return [
             {
                 "id": id,

@@ -140,7 +140,7 @@ def pack_plain(form: Codes, plain: PlainCodes) -> dict[str, Tensor]:
         "offsets" and "offset_factors" likewise. Padded weights are meaningless:
         activations are 0 there, and outputs are dropped.
     """
-    codes = F.pad(plain.codes, (0, form.padded_inputs - form.inputs))
+    codes = F.pad(plain.codes, (0, form.padded_inputs - form.inputs)).contiguous()
     if form.bits == 4:
         codes = codes.view(form.outputs, -1, 2, STEP)
         codes = (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1)

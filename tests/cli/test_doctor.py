@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from pathlib import Path
@@ -82,6 +83,19 @@ def test_model_folder(tmp_path: Path) -> None:
     assert (check.state, "only the tokenizer's settings" in check.found) == ("fail", True)
     with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
         check_model_files(Config(engine=EngineConfig(model_path=str(tmp_path))), None)
+
+
+def test_the_format_of_quantised_weights_is_said_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for fields, state, sentence in [
+        ({"quant_method": "gptq", "bits": 4}, "warn", "0 MB of weights in GPTQ int4)"),
+        ({"quant_method": "hqq"}, "fail", "quant_method 'hqq' is not supported"),
+    ]:
+        content = {"model_type": "qwen2", "quantization_config": fields}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        check = checks.check_folder(str(tmp_path))
+        assert (check.state, sentence in check.found) == (state, True)
+    assert "unquantised checkpoint" in check.advice
 
 
 def test_a_model_that_can_not_be_loaded(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Calls:
 
     def linear(
         self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN
-    ) -> Callable[[Tensor], Tensor] | None:
+    ) -> Callable[..., Tensor] | None:
         """Return our product of these layers; None if the modules compute theirs."""
         if self.kernels is cpu:
             return Linear(layers, kind)

@@ -288,8 +288,8 @@ class Linear:
         self._packed, self._form, self._wide = packed, packed.codes, wide
         self._weight = _Weight(packed.parameters, packed.codes)
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """`[rows, inputs]`, each row contiguous, to `[rows, outputs]`."""
+    def __call__(self, rows: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`[rows, inputs]`, each row contiguous, to `[rows, outputs]`, plus the residual if any."""
         form, count = self._form, rows.shape[0]
         bias = self._packed.parameters.get("bias")
         dtype = torch.float32 if self._wide else rows.dtype
@@ -314,7 +314,7 @@ class Linear:
                 OUTPUTS=side,
                 STEPS=_STEPS,
             )
-        return output
+        return output if residual is None else residual.add(output)
 
 
 class Embedding:

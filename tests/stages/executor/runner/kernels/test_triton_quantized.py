@@ -115,6 +115,14 @@ def test_products_are_those_of_the_unpacked_weights(name: str, dtype: torch.dtyp
             torch.testing.assert_close(found.float(), wanted, atol=near, rtol=tolerance)
 
 
+def test_a_residual_is_added() -> None:
+    packed = LAYERS["int4"]().pack()
+    assert packed is not None
+    rows, residual = random(3, packed.inputs).to(DEVICE), random(3, packed.outputs).to(DEVICE)
+    product = triton_quantized.Linear(packed)
+    assert product(rows, residual).equal(residual + product(rows))
+
+
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
     packed = LAYERS[name]().pack()

@@ -45,6 +45,44 @@ def _scales_at(values, factors, base, factor_base, group, lane, real, repeats, K
 
 
 @triton.jit
+def _read(
+    words,
+    scales,
+    scale_factors,
+    offsets,
+    offset_factors,
+    panel,
+    step,
+    lane,
+    steps,
+    group_steps,
+    groups,
+    scale_repeats,
+    scale_count,
+    offset_repeats,
+    offset_count,
+    SCALES: tl.constexpr,
+    OFFSETS: tl.constexpr,
+):
+    """`[steps, outputs]` each: words of a panel's outputs, their scales, and offsets if any."""
+    real = step < steps
+    at = (panel * steps + step)[:, None] * 64 + lane[None, :]
+    word = tl.load(words + at, mask=real[:, None], other=0)
+    # Padding after the last group belongs to it.
+    group = tl.minimum(step // group_steps, groups - 1)
+    base = panel * groups
+    first = panel * scale_count
+    scale = _scales_at(scales, scale_factors, base, first, group, lane, real, scale_repeats, SCALES)
+    offset = scale
+    if OFFSETS != 3:
+        first = panel * offset_count
+        offset = _scales_at(
+            offsets, offset_factors, base, first, group, lane, real, offset_repeats, OFFSETS
+        )
+    return word, scale, offset
+
+
+@triton.jit
 def _values(words, place: tl.constexpr, table, zero, BITS: tl.constexpr, TABLE: tl.constexpr):
     """float32 values of the codes at a place within words, without the zero."""
     if BITS == 8:
@@ -98,37 +136,25 @@ def _multiply(
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for first in range(0, steps, STEPS):
         step = first + tl.arange(0, STEPS)
-        real = step < steps
-        word = tl.load(
-            words + (panel * steps + step)[:, None] * 64 + lane[None, :],
-            mask=real[:, None],
-            other=0,
-        )
-        # Padding after the last group belongs to it.
-        group = tl.minimum(step // group_steps, groups - 1)
-        scale = _scales_at(
+        word, scale, offset = _read(
+            words,
             scales,
             scale_factors,
-            panel * groups,
-            panel * scale_count,
-            group,
+            offsets,
+            offset_factors,
+            panel,
+            step,
             lane,
-            real,
+            steps,
+            group_steps,
+            groups,
             scale_repeats,
+            scale_count,
+            offset_repeats,
+            offset_count,
             SCALES,
+            OFFSETS,
         )
-        if OFFSETS != 3:
-            offset = _scales_at(
-                offsets,
-                offset_factors,
-                panel * groups,
-                panel * offset_count,
-                group,
-                lane,
-                real,
-                offset_repeats,
-                OFFSETS,
-            )
         for place in tl.static_range(per_word):
             weight = scale * _values(word, place, table, zero, BITS, TABLE)
             if OFFSETS != 3:
@@ -182,33 +208,25 @@ def _unpack_rows(
     lane = (chosen % 64 + tl.arange(0, 1)).to(tl.int32)
     per_word: tl.constexpr = 32 // BITS
     step = tl.program_id(1) * STEPS + tl.arange(0, STEPS)
-    real = step < steps
-    at = (panel * steps + step)[:, None] * 64 + lane[None, :]
-    word = tl.load(words + at, mask=real[:, None], other=0)
-    group = tl.minimum(step // group_steps, groups - 1)
-    scale = _scales_at(
+    word, scale, offset = _read(
+        words,
         scales,
         scale_factors,
-        panel * groups,
-        panel * scale_count,
-        group,
+        offsets,
+        offset_factors,
+        panel,
+        step,
         lane,
-        real,
+        steps,
+        group_steps,
+        groups,
         scale_repeats,
+        scale_count,
+        offset_repeats,
+        offset_count,
         SCALES,
+        OFFSETS,
     )
-    if OFFSETS != 3:
-        offset = _scales_at(
-            offsets,
-            offset_factors,
-            panel * groups,
-            panel * offset_count,
-            group,
-            lane,
-            real,
-            offset_repeats,
-            OFFSETS,
-        )
     for place in tl.static_range(per_word):
         weight = scale * _values(word, place, table, zero, BITS, TABLE)
         if OFFSETS != 3:

@@ -208,6 +208,7 @@ class ExecutorStage(Actor):
             attention=core.runner.backend.name,
             graphs=core.off.get("graphs", "recorded"),
             latent_attention=core.model.latent_attention or "none",
+            quantization=core.model.forms or "none",
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",
@@ -275,18 +276,11 @@ class ExecutorStage(Actor):
                 device=self._facts["device"],
                 reason="no test has run on such a device",
             )
+        for note in model.checkpoint_notes:
+            self.log.warning("checkpoint_changed", format=model.checkpoint_format, reason=note)
         facts = facts_of(folder_of(self.config.engine.model_folder))
         if facts is None:
             return
-        if facts.quantized:
-            types, dtype = ", ".join(facts.quantized), model.dtypes.weights
-            self.log.warning(
-                "gguf_dequantized",
-                types=types,
-                dtype=str(dtype).removeprefix("torch."),
-                file_bytes=facts.size_bytes,
-                bytes=facts.num_parameters * dtype.itemsize,
-            )
         if facts.unread:
             self.log.warning(
                 "gguf_positions_unread",

@@ -114,8 +114,8 @@ class LoadedModel:
             heads; "" for a model without it.
         index_keys: Of layers whose indexers choose the tokens that a query sees.
         encoders: Encoders of the media that the model takes, one for each kind.
-        quantization: The format of quantised weights, for people; "" for plain weights.
-        quantization_notes: Sentences about what of such a checkpoint is ignored or changed.
+        checkpoint_format: The format of quantised weights that were read, for people.
+        checkpoint_notes: Sentences about what of such a checkpoint is ignored or changed.
     """
 
     module: nn.Module
@@ -138,8 +138,8 @@ class LoadedModel:
     encoders: tuple[MediaEncoder, ...] = ()
     latent_attention: str = ""
     index_keys: tuple[IndexKeys, ...] = ()
-    quantization: str = ""
-    quantization_notes: tuple[str, ...] = ()
+    checkpoint_format: str = ""
+    checkpoint_notes: tuple[str, ...] = ()
 
     @property
     def states(self) -> tuple[LayerState, ...]:

@@ -282,8 +282,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
         self.require(
             "reference_model_path",
-            not self.keeps_unquantized or self.quantization != "auto",
-            'a folder, or "unquantized" with quantization int8 or int4',
+            not self.keeps_unquantized or (self.quantization != "auto" and self.num_ranks == 1),
+            'a folder, or "unquantized" with quantization int8 or int4, on one rank',
         )
         self.require("adapters", all(map(is_adapter_id, self.adapters)), ADAPTER_ID_RULE)
         self.require(

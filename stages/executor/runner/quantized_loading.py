@@ -528,7 +528,7 @@ def install(
             shared[id(layer)] = {
                 key: nn.Parameter(each, requires_grad=False) for key, each in found
             }
-        new = _module(model.get_submodule(name), layer, shared[id(layer)])
+        new = coded_module(model.get_submodule(name), layer, shared[id(layer)])
         model.set_submodule(name, new, strict=True)
     for each in model.modules():
         if isinstance(each, (QuantizedLinear, ExpertCodes)):
@@ -541,7 +541,8 @@ def _same(one: CodedLayer, other: CodedLayer) -> bool:
     )
 
 
-def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
+def coded_module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a quantised layer, or embedding, for the place of a plain one."""
     dtype: torch.dtype = plain.get_parameter("weight").dtype
     if isinstance(plain, nn.Embedding):
         embedding = QuantizedEmbedding(layer.form, tensors, plain, dtype)

@@ -1,7 +1,7 @@
 """GRPO with rollouts by quantised weights, with and without correction, beside bfloat16's.
 
-    python benchmarks/quantization_grpo.py [--steps 60] [--seeds 1,2,3] [--rollouts "int8,..."]
-        [--json FILE] [--plot FILE]
+    python benchmarks/quantization_grpo.py [--steps 60] [--seeds 1,2,3]
+        [--rollouts "bfloat16;int8, none;..."] [--json FILE] [--plot FILE]
 
 `examples/grpo_arithmetic.py` in blocking mode, on one thread. The trainer is in float32; its
 weights are sent as they are, and the engine rounds them anew after each step. Only the engine's
@@ -64,6 +64,8 @@ def figures_of(runs: Sequence[Run]) -> dict[str, float]:
         "before": statistics.fmean(each["before"] for each in runs),
         "after": statistics.fmean(each["after"] for each in runs),
         "kl": statistics.fmean(x for each in runs for x in each["kl_behaviour"]),
+        "after_least": min(each["after"] for each in runs),
+        "after_most": max(each["after"] for each in runs),
         "ratio_max": statistics.fmean(each["facts_last"]["ratio_max"] for each in runs),
     }
 
@@ -100,13 +102,14 @@ def plot(found: dict[str, list[Run]], file: Path, window: int = 5) -> None:
 
 def main() -> None:
     sizes: dict[str, Any] = {"steps": 60, "seeds": [1, 2, 3], "held_out": 500}
-    parser = options(__doc__, rollouts=list(ROLLOUTS), plot=Path, **sizes)
+    parser = options(__doc__, rollouts=";".join(ROLLOUTS), plot=Path, **sizes)
     arguments = parser.parse_args()
-    refuse_unknown(parser, arguments.rollouts, ROLLOUTS)
-    found: dict[str, list[Run]] = {name: [] for name in arguments.rollouts}
+    names = arguments.rollouts.split(";")
+    refuse_unknown(parser, names, ROLLOUTS)
+    found: dict[str, list[Run]] = {name: [] for name in names}
     kept = ("settings", "before", "after", "rewards", "kl_behaviour", "facts_last")
     for seed in arguments.seeds:
-        for name in arguments.rollouts:
+        for name in names:
             settings = Settings(
                 seed=seed,
                 steps=arguments.steps,
@@ -117,10 +120,11 @@ def main() -> None:
             own = run(settings, Console(quiet=True))
             found[name].append({key: own[key] for key in kept})
             print(f"seed {seed}, {name}: {own['after']:.1%}", file=sys.stderr, flush=True)
-        record(arguments, runs=found)
+        figures = {name: figures_of(runs) for name, runs in found.items()}
+        record(arguments, figures=figures, runs=found)
     table = Table(COLUMNS, "rollouts, correction")
-    for name, runs in found.items():
-        table.row(name, figures_of(runs))
+    for name, of in figures.items():
+        table.row(name, of)
     if arguments.plot is not None:
         plot(found, arguments.plot)
 

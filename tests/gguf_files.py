@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,23 +98,22 @@ def tiny_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 def write_gguf(
     path: Path,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     *,
     folder: Path = TINY,
     architecture: str = "qwen2",
     tokenizer: Change = tiny_tokenizer,
     change: Change = nothing,
-    embedding: str = "",
 ) -> Path:
     """A folder in Transformers' format as one GGUF file.
 
     Args:
-        kind: The type of its matrices, by its name in GGUF: "F32", "F16", "BF16", "Q8_0", "Q4_0".
-            Vectors are in float32, as llama.cpp has it.
+        kind: The type of its matrices, by its name in GGUF ("F16", "Q4_0"), or of each by the
+            matrix's name there. Types that the package doesn't make are random blocks. Vectors are
+            in float32, as llama.cpp has it.
         architecture: GGUF's name for it. Of "llama" the rows of queries and keys are permuted.
         tokenizer: Writes the tokenizer; `nothing` for none.
         change: Writes what else the metadata say.
-        embedding: The type of the embedding; "" is `kind`.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -135,15 +135,24 @@ def write_gguf(
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             kv = "num_key_value_heads" if "k_proj" in name else "num_attention_heads"
             values = _permuted(values, config[kv])
-        own = embedding or kind if "embed_tokens" in name else kind
-        wanted = gguf.GGMLQuantizationType[own if values.ndim > 1 else "F32"]
-        stored = gguf.quants.quantize(values.numpy(), wanted)
-        writer.add_tensor(_name_of(name), stored, raw_dtype=wanted)
+        place = _name_of(name)
+        own = "F32" if values.ndim == 1 else kind(place) if callable(kind) else kind
+        stored, wanted = _blocks(own, values, seed=zlib.crc32(place.encode()))
+        writer.add_tensor(place, stored, raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _blocks(kind: str, values: torch.Tensor, seed: int) -> tuple[Any, Any]:
+    wanted = gguf.GGMLQuantizationType[kind]
+    try:
+        return gguf.quants.quantize(values.numpy(), wanted), wanted
+    except NotImplementedError:
+        rows, columns = values.shape
+        return random_rows(kind, rows, columns, float(values.std()), seed), wanted
 
 
 def _permuted(values: torch.Tensor, heads: int) -> torch.Tensor:

@@ -134,10 +134,10 @@ if __name__ == "__main__":
     if json.loads((source / "config.json").read_text())["model_type"] == "qwen3_5_text":
         write_hybrid(target, kind, source)
     else:
+        embedding = "Q8_0" if kind == "Q4_0" else kind
         write_gguf(
             target,
-            kind,
+            lambda name: embedding if name == "token_embd.weight" else kind,
             folder=source,
             tokenizer=partial(write_tokenizer, source, kind),
-            embedding="Q8_0" if kind == "Q4_0" else kind,
         )

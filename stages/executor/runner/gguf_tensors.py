@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ....text.gguf_header import GgufHeader, GgufTensor
+from .linear.choose import method_of
 from .linear.codes import PANEL, unpack_plain
+from .linear.dense import DenseLinear
 from .linear.formats.gguf import KINDS
 
 _FLOATS = {
@@ -59,8 +61,8 @@ class GgufFile:
         Changes stay in memory. The file is mapped as long as the tensor exists.
         """
         rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
-        place = {"offset": tensor.start, "shape": (rows, tensor.num_bytes // rows)}
-        return torch.from_numpy(np.memmap(self.path, np.uint8, "c", **place))
+        shape = (rows, tensor.num_bytes // rows)
+        return torch.from_numpy(np.memmap(self.path, np.uint8, "c", tensor.start, shape))
 
     def values(self, tensor: GgufTensor) -> Tensor:
         """Return a tensor's numbers: floats as they are in the file, others in float32."""
@@ -247,5 +249,7 @@ def has_blocks(target: Target, header: GgufHeader, module: nn.Module | None) -> 
         header: The file's header.
         module: The module that has it.
     """
-    linear = type(module) is nn.Linear or isinstance(module, nn.Embedding)
-    return linear and target.is_whole and header.tensors[target.sources[0]].kind in KINDS
+    method = method_of(module)
+    linear = isinstance(method, DenseLinear) and not method.transposed
+    kept = linear or isinstance(module, nn.Embedding)
+    return kept and target.is_whole and header.tensors[target.sources[0]].kind in KINDS

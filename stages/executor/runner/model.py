@@ -115,7 +115,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         latent_attention=config.latent_attention,
     )
     if plan is not None:
-        model = replace(model, quantization=plan.label, quantization_notes=plan.notes)
+        model = replace(model, checkpoint_format=plan.label, checkpoint_notes=plan.notes)
     return replace(model, is_shared=False)
 
 
@@ -303,23 +303,24 @@ def _load_weights(
     if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    progress, files = counted_progress, dict[str, Path]()
+    source: Path | None = folder
     if (folder / LINK).is_file():
-        from .gguf_loading import check_parameters, options_of, progress
+        from .gguf_loading import options_of
 
-        check_parameters(folder, hf_config, auto)
-        options |= options_of(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
+        plan, own = options_of(folder, hf_config, config, auto, dtype)  # type: ignore[arg-type]
+        options |= own
+        # The class itself: the automatic one takes no tensors without a folder.
+        auto, source = _class_of(auto._model_mapping, hf_config), None
     else:
-        files = tensor_files(folder)
-    plan = _plan_of(config, hf_config, folder, files)
-    if plan is not None:
-        options |= plan.options(hf_config)
-        dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
+        plan = _plan_of(config, hf_config, folder, tensor_files(folder))
+        if plan is not None:
+            options |= plan.options(hf_config)
+            dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
     try:
-        with progress():
+        with counted_progress():
             loaded: Any = auto.from_pretrained(
-                folder,
+                source,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -348,9 +349,9 @@ def _plan_of(
     stored = any(getattr(each, "quantization_config", None) is not None for each in parts)
     if config.quantization == "auto" and not stored and not any(map(is_coded, files)):
         return None
-    from .quantized_loading import plan_for
+    from .stored_codes import plan_of
 
-    return plan_for(config, hf_config, folder, files)
+    return plan_of(config, hf_config, folder, files)
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from ....config import EngineConfig, ModelError
 from .checkpoint import INDEX, WEIGHTS, tensor_files
 from .linear.codes import Codes, PlainCodes, unpack_plain
+from .linear.experts import is_other_mixture
 from .linear.rounding import Rounding, round_rows
 from .model import check_architecture, load_config, takes_images
 from .quantized_loading import roundings_of, stored_config
@@ -227,9 +228,12 @@ def _choose(
     linear = {name: each for name, each in modules.items() if type(each) is nn.Linear}
     rest, kept = dict(linear), dict[str, str]()
     rounding = wanted.rounding
-    chosen = roundings_of(
-        model, EngineConfig(quantization="int8" if rounding.bits == 8 else "int4")
+    config = EngineConfig(
+        quantization="int8" if rounding.bits == 8 else "int4",
+        # Experts of these kinds are stored in one tensor, see `_targets`.
+        quantization_ignore=tuple(key for key, each in modules.items() if is_other_mixture(each)),
     )
+    chosen = roundings_of(model, config)
     quantized: dict[str, None] = {}
     parts: dict[str, set[bool]] = {}
     matched, seen = set(), set()

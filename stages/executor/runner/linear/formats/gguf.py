@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
     def plain(self, rows: Tensor) -> PlainCodes:
         """Return the codes of `[outputs, bytes]` uint8, rows of blocks as in the file."""
-        return self.read(rows.unflatten(-1, (-1, self.block_bytes)))
+        return self.read(rows.view(len(rows), -1, self.block_bytes))
 
 
 def _fields(codes: Tensor, bits: int, run: int) -> Tensor:
@@ -61,7 +61,7 @@ def _fields(codes: Tensor, bits: int, run: int) -> Tensor:
         `[..., numbers]`.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
-    parts = codes.unflatten(-1, (-1, 1, run)) >> shifts & (1 << bits) - 1
+    parts = codes.reshape(*codes.shape[:-1], -1, 1, run) >> shifts & (1 << bits) - 1
     return parts.flatten(-3)
 
 
@@ -122,7 +122,7 @@ def _q3_k(blocks: Tensor) -> PlainCodes:
 
 def _scales_and_offsets(blocks: Tensor) -> tuple[Scales, Scales]:
     """Return those of Q4_K and Q5_K: 6 bits each, the upper two of half of them elsewhere."""
-    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), -1)
     offsets = torch.cat((second & 63, third >> 4 | second >> 2 & 48), -1)
     return _multiples(scales, _half(blocks, 0)), _multiples(offsets, _half(blocks, 2))

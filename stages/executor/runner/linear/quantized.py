@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..shards import Box, whole_box
 from .codes import PANEL, Codes, unpack, unpack_rows
-from .method import LinearMethod
+from .method import LinearMethod, Packed
 from .requantizing import CodesBox
 from .rounding import Rounding
 
@@ -98,9 +98,11 @@ class QuantizedLinear(_Coded, LinearMethod):
 
     Attributes:
         bias: `[outputs]`, or None.
+        activation_bits: As in EngineConfig; for kernels alone.
     """
 
     bias: nn.Parameter | None
+    activation_bits: Literal[16, 8] = 16
 
     def __init__(
         self,
@@ -138,6 +140,12 @@ class QuantizedLinear(_Coded, LinearMethod):
             products.append(F.linear(x, part, bias))
             start = stop
         return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    def pack(self) -> Packed | None:
+        if self.form.numbers != "integer":
+            return None
+        own = self._parameters
+        return Packed(own, self.inputs, self.outputs, self.form, self.dtype, self.activation_bits)
 
 
 class ReorderedLinear(nn.Module, LinearMethod):

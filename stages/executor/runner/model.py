@@ -101,6 +101,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         from .encoder import looks_ahead, wrap_encoder
 
         if looks_ahead(module, device):
+            if plan is not None:
+                raise ModelError(
+                    f"{type(module).__name__} is an encoder, whose weights can't be codes; set "
+                    "engine.quantization to 'auto', and choose a checkpoint of plain weights"
+                )
             return wrap_encoder(module, config)
     processor = None
     if not without_output and hf_config.model_type in SUPPORTED:
@@ -307,6 +312,8 @@ def _load_weights(
         if plan is not None:
             options |= plan.options(hf_config)
             dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
+    if plan is not None:
+        plan.activation_bits = config.activation_bits
     try:
         with counted_progress():
             loaded: Any = auto.from_pretrained(

@@ -32,7 +32,7 @@ class VocabParallelEmbedding(nn.Module):
         self._group = layout.group
         self._rows = layout.run(whole.num_embeddings)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
-        self.inner: nn.Module = whole
+        self.inner: Any = whole
         count = self._rows.stop - self._rows.start
         whole.weight = nn.Parameter(whole.weight[:count].detach().clone(), requires_grad=False)
         whole.num_embeddings = count
@@ -41,7 +41,8 @@ class VocabParallelEmbedding(nn.Module):
     @property
     def weight(self) -> Tensor:
         """This rank's vectors."""
-        return self.inner.weight
+        weight: Tensor = self.inner.weight
+        return weight
 
     @property
     def is_plain(self) -> bool:

@@ -27,6 +27,7 @@ from .models import (
 )
 from .test_weights import update
 
+SIZES = {"intermediate_size": 128, "hidden_size": 128, "num_key_value_heads": 4, "head_dim": 32}
 CODES: dict[str, Any] = {"quantization": "int4", "quantization_group": 32}
 
 
@@ -38,15 +39,14 @@ def settings(folder: Path, size: int, **more: Any) -> EngineConfig:
 def test_one_two_and_four_ranks_have_the_same_bits(tmp_path: Path) -> None:
     """And after an update those of ranks that were started with the new weights."""
     needs_kernels(torch.float32)
-    sizes = {"intermediate_size": 128, "hidden_size": 128, "num_key_value_heads": 4, "head_dim": 32}
-    folders = [save("qwen2", tmp_path / str(seed), seed=seed, **sizes) for seed in range(2)]
+    folders = [save("qwen2", tmp_path / str(seed), seed=seed, **SIZES) for seed in range(2)]
     batches, exact = make_batches(2), {"invariant": True}
     wanted = {
         size: hash_of(run_ranks(settings(folders[1], size, **exact), size, batches))
         for size in (1, 2, 4)
     }
     assert len({*wanted.values()}) == 1
-    new = dict(make_whole_model("qwen2", seed=1, **sizes).state_dict())
+    new = dict(make_whole_model("qwen2", seed=1, **SIZES).state_dict())
     found = run_ranks(
         settings(folders[0], 2, **exact), 2, batches, lambda *each: update(new, *each)
     )
@@ -72,6 +72,6 @@ def test_what_ranks_can_not_share_is_refused(
     name: str, group: int, change: str, tmp_path: Path
 ) -> None:
     codes = {"quantization": "int8", "quantization_group": group}
-    config = settings(save(name, tmp_path), 1, invariant=True, **codes)
+    config = settings(save(name, tmp_path, **SIZES), 1, invariant=True, **codes)
     with pytest.raises(ModelError, match=change):
         load_sharded(config, OneRank())

@@ -282,8 +282,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
         self.require(
             "reference_model_path",
-            not self.keeps_unquantized or self.quantization != "auto",
-            'a folder, or "unquantized" with quantization int8 or int4',
+            not self.keeps_unquantized or (self.quantization != "auto" and self.num_ranks == 1),
+            'a folder, or "unquantized" with quantization int8 or int4, on one rank',
         )
         self.require("adapters", all(map(is_adapter_id, self.adapters)), ADAPTER_ID_RULE)
         self.require(
@@ -300,6 +300,13 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         own = ("auto", "paged", "tiled" if strict else "gather")
         mode = "with" if strict else "without"
         self.require("attention", self.attention in own, f"{', '.join(own)} {mode} deterministic")
+        plain = self.quantization == "auto"
+        for name in ("quantization_group", "quantization_zero_points", "quantization_ignore"):
+            self.require(
+                name,
+                not (plain and getattr(self, name)),
+                "left out with quantization 'auto': it is for codes that are made at load",
+            )
         tile = self.attention_tile
         is_tile = tile == 0 or (16 <= tile <= 1024 and tile.bit_count() == 1)
         self.require("attention_tile", is_tile, "0, or a power of two from 16 to 1024")

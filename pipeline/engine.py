@@ -426,8 +426,9 @@ class InferenceEngine(ModelParts):
         self._admission.set_weights(version)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current weights by parameter name, as `update_weights` takes them; copies only
-        with `rank_invariant`.
+        """Return the current weights by parameter name, as `update_weights` takes them; copies with
+        `rank_invariant` or codes: then the weights that these stand for, or are made of if the
+        engine holds them (`reference_model_path`).
 
         Raises:
             WeightsError: They were released or lost, and not replaced; or ranks share them.

@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano_inference import EngineConfig, FolderWeights, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.config import Config, ConfigError, RequestError
+from nano_inference.config import Config, ConfigError, ModelError, RequestError
+from nano_inference.pipeline.exact_forward import ExactForward
+from nano_inference.stages.executor import load_model
 
 from . import reference, short_model
+from .builders import raises
 
 SHORT_MODEL = True
 PROMPT = [60, 61, 62]
@@ -64,6 +67,14 @@ def test_an_updated_engine_has_the_bits_of_one_that_was_started_with_the_weights
         engine.update_weights(load_file(short_model.folder() / "model.safetensors"), blocking=True)
         (back,) = engine.generate([PROMPT], PARAMS)
         assert (back.logprobs, back.weight_version) == (before.logprobs, 2)
+        engine.release_memory(["weights"])
+        engine.resume_memory(["weights"])
+        with raises("weights_incomplete"):
+            engine.update_weights({"model.norm.weight": torch.ones(128)}, partial=True)
+        engine.update_weights(FolderWeights(str(trained)), version=9)
+        (restored,) = engine.generate([PROMPT], PARAMS)
+        assert (restored.logprobs, restored.weight_version) == (wanted.logprobs, 9)
+        assert engine.replay(restored).verdict == "equal"
         with pytest.raises(RequestError, match="no reference model"):
             engine.score([PROMPT], [[1]], by_reference=True)
 
@@ -87,6 +98,24 @@ def test_the_unquantised_weights_score_and_are_updated(trained: Path) -> None:
         assert engine.score([PROMPT], completion, PARAMS, by_reference=True) == [wanted]
         state, tensors = engine.state_dict(), load_file(trained / "model.safetensors")
         assert all(torch.equal(state[name], each) for name, each in tensors.items())
+
+
+def test_speculation_keeps_the_bits_of_codes() -> None:
+    """Of a target and a draft model with codes."""
+    prompt = "Once upon a time, once upon a time, once"
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    found = []
+    for more in ({}, {"speculation": "auto", "draft_model_path": str(short_model.folder())}):
+        with InferenceEngine(config(deterministic=True, **more)) as engine:
+            found.append(engine.generate([prompt], params)[0])
+    assert found[0].logprobs == found[1].logprobs
+    assert found[1].num_accepted_draft_tokens > 0
+
+
+def test_codes_have_no_exact_training_pass() -> None:
+    model = load_model(config())
+    with pytest.raises(ModelError, match=r"codes .*, which have no gradients"):
+        ExactForward(model.module)
 
 
 async def test_a_pipeline_scores_by_the_unquantised_weights(trained: Path) -> None:

@@ -206,6 +206,15 @@ class LoadedModel:
         return next((each for each in self.encoders if each.kind == "image"), None)
 
 
+def with_codes(module: nn.Module, dtype: torch.dtype) -> ShardedWeights | None:
+    """Return `LoadedModel.shards` of a whole model; None, without imports, if it has no codes."""
+    if not any(getattr(each, "holds_codes", False) for each in module.modules()):
+        return None
+    from .whole_model import places_of_codes
+
+    return places_of_codes(module, dtype)
+
+
 def add_unquantized(model: LoadedModel, module: nn.Module) -> None:
     """Have updates of a model with codes replace the weights of a plain one, too.
 

@@ -39,12 +39,11 @@ from .attention.lengths import provide_lengths
 from .checkpoint import is_coded, tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
-from .loaded_model import Dtypes, LoadedModel
+from .loaded_model import Dtypes, LoadedModel, with_codes
 from .media import SUPPORTED
 from .mixers.marks import has_mixers
 from .progress import counted_progress
 from .ranks.rank_error import RankError
-from .shards import ShardedWeights
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
@@ -102,6 +101,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         from .encoder import looks_ahead, wrap_encoder
 
         if looks_ahead(module, device):
+            if plan is not None:
+                raise ModelError(
+                    f"{type(module).__name__} is an encoder, whose weights can't be codes; set "
+                    "engine.quantization to 'auto', and choose a checkpoint of plain weights"
+                )
             return wrap_encoder(module, config)
     processor = None
     if not without_output and hf_config.model_type in SUPPORTED:
@@ -189,21 +193,12 @@ def wrap_model(
         mixers=mixers,
         generates=generates,
         is_shared=True,
-        shards=_places_in(module, dtype),
+        shards=with_codes(module, dtype),
         pipeline=pipeline,
         encoders=encoders,
         latent_attention=latents,
         index_keys=index_keys,
     )
-
-
-def _places_in(module: Any, dtype: torch.dtype) -> ShardedWeights | None:
-    """Return the places of the unquantised model's tensors; None of a model without codes."""
-    if not any(getattr(each, "holds_codes", False) for each in module.modules()):
-        return None
-    from .whole_model import make_whole
-
-    return ShardedWeights.of(module, whole=make_whole(module.config, dtype, type(module)))
 
 
 def _attention_of(hf_config: PreTrainedConfig, name: str) -> str | dict[str, str]:
@@ -317,6 +312,8 @@ def _load_weights(
         if plan is not None:
             options |= plan.options(hf_config)
             dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
+    if plan is not None:
+        plan.activation_bits = config.activation_bits
     try:
         with counted_progress():
             loaded: Any = auto.from_pretrained(

@@ -368,7 +368,8 @@ def _quantize(layer: str, weight: Tensor, wanted: Wanted) -> tuple[dict[str, Ten
     rows = max(_SLAB // weight.shape[1], 1)
     parts: list[dict[str, Tensor]] = []
     squares = torch.zeros(2, dtype=torch.float64)
-    for slab in weight.split(rows):
+    for start in range(0, len(weight), rows):
+        slab = weight[start : start + rows]
         try:
             plain = round_rows(slab, wanted.rounding)
         except ValueError as error:
@@ -544,7 +545,7 @@ class _Writer:
         if len(self._shards) == 1:
             self._path(0).rename(self._folder / WEIGHTS)
             return
-        index = {}
+        index: dict[str, str] = {}
         for number, names in enumerate(self._shards):
             name = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
             self._path(number).rename(self._folder / name)

@@ -29,7 +29,7 @@ from ....config import EngineConfig, ModelError
 from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
 from .linear.dense import DenseLinear
-from .linear.experts import expert_products, is_other_mixture, put_codes, round_experts
+from .linear.experts import ExpertCodes, expert_products, is_other_mixture, put_codes, round_experts
 from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
@@ -45,6 +45,9 @@ multiplies into queries and outputs."""
 
 _CODES = ("F8", "F4", "U8", "I8")
 """Beginnings of the names of dtypes, in files, that no plain weight has."""
+
+_GROUP = 128
+"""Inputs that share a scale of 4-bit codes by default."""
 
 METHOD = "nano-inference"
 """The name of our quantizer among Transformers'."""
@@ -152,8 +155,7 @@ class MadeAtLoad(Plan):
 
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
-        self.label = config.quantization
-        self.activation_bits = config.activation_bits
+        self.label = _label_of(config)
         self._config = config
 
     def prepare(self, model: Any) -> None:
@@ -165,6 +167,13 @@ class MadeAtLoad(Plan):
 
     def handles(self, name: str) -> bool:
         return name in self.roundings
+
+
+def _label_of(config: EngineConfig) -> str:
+    """Return the format for people, such as "int4 in groups of 128 with zero points"."""
+    group = config.quantization_group or (_GROUP if config.quantization == "int4" else 0)
+    label = f"{config.quantization} in groups of {group}" if group else config.quantization
+    return label + " with zero points" * config.quantization_zero_points
 
 
 class StoredCodes(Plan):
@@ -435,7 +444,7 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     }
     _check_patterns(config.quantization_ignore, [*names, *stacked])
     bits: Literal[4, 8] = 8 if config.quantization == "int8" else 4
-    group = config.quantization_group or (128 if bits == 4 else 0)
+    group = config.quantization_group or (_GROUP if bits == 4 else 0)
     inner = Rounding(bits, group, config.quantization_zero_points)
     output = Rounding(8, config.quantization_group, config.quantization_zero_points)
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
@@ -512,19 +521,18 @@ def install(
     shared: dict[int, dict[str, nn.Parameter]] = {}
     for name, layer in layers.items():
         if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
-            codes = put_codes(model, name, layer.form, layer.tensors, layer.rounding)
-            codes.activation_bits = activation_bits
+            put_codes(model, name, layer.form, layer.tensors, layer.rounding)
             continue
         if id(layer) not in shared:
             found = layer.tensors.items()
             shared[id(layer)] = {
                 key: nn.Parameter(each, requires_grad=False) for key, each in found
             }
-        new = _module(model.get_submodule(name), layer, shared[id(layer)])
+        new = coded_module(model.get_submodule(name), layer, shared[id(layer)])
         model.set_submodule(name, new, strict=True)
-        for each in new.modules():
-            if isinstance(each, QuantizedLinear):
-                each.activation_bits = activation_bits
+    for each in model.modules():
+        if isinstance(each, (QuantizedLinear, ExpertCodes)):
+            each.activation_bits = activation_bits
 
 
 def _same(one: CodedLayer, other: CodedLayer) -> bool:
@@ -533,7 +541,8 @@ def _same(one: CodedLayer, other: CodedLayer) -> bool:
     )
 
 
-def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
+def coded_module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a quantised layer, or embedding, for the place of a plain one."""
     dtype: torch.dtype = plain.get_parameter("weight").dtype
     if isinstance(plain, nn.Embedding):
         embedding = QuantizedEmbedding(layer.form, tensors, plain, dtype)

@@ -68,7 +68,8 @@ def sizes_of(folder: Path) -> Sizes:
     whole = 2 * sum(each.numel() for each in weights.values())
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     looked_up = 0 if output.weight is embedding.weight else 2 * embedding.weight.numel()
-    sizes, ratios = {}, {}
+    sizes: dict[str, int] = {}
+    ratios: dict[str, float] = {}
     for kind in _KINDS:
         saved = _saved(model, EngineConfig(quantization=kind))
         sizes[kind] = whole - saved

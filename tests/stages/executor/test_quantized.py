@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from nano_inference.config import EngineConfig
-from nano_inference.stages.executor import ExecutorCore
+from nano_inference.config import EngineConfig, ModelError
+from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.facts import facts_of_model
 from nano_inference.stages.executor.runner.loaded_model import LoadedModel
 
+from ...soaking import in_soak
 from .lane import Answer, Lane
 from .models import make_model, save
 from .references import generate
@@ -82,8 +84,10 @@ def test_tokens_are_those_of_the_unpacked_weights(
         assert (torch.tensor(answer.logprobs) - theirs).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("quantization", "kernels"),
+    [("int8", "auto"), ("int4", "auto"), in_soak("int8", "off"), in_soak("int4", "off")],
+)
 def test_bits_depend_on_no_neighbour_chunk_or_preemption(
     quantization: str, kernels: str, tmp_path: Path
 ) -> None:
@@ -107,3 +111,13 @@ def test_deterministic_mode_is_the_default_with_kernels(tmp_path: Path) -> None:
     assert "deterministic" not in core.off
     assert core.runner.fast_modules is not None
     assert core.runner.fast_modules.is_whole
+    facts = facts_of_model(core)
+    held = sum(each.nbytes for each in core.model.module.parameters())
+    assert facts["weight_bytes"] == held < 0.5 * 2 * int(facts["parameters"])
+    assert (facts["quantization"], facts["dtype"]) == ("int4 in groups of 128", "bfloat16")
+
+
+def test_codes_are_not_made_of_a_module_in_memory(tmp_path: Path) -> None:
+    """It is shared with its owner, whose changes they would not follow."""
+    with pytest.raises(ModelError, match="a module in memory"):
+        ExecutorCore(EngineConfig(quantization="int8"), model=wrap_model(make_model("llama"), 64))

@@ -77,12 +77,12 @@ def round_rows(rows: Tensor, rounding: Rounding) -> PlainCodes:
     Raises:
         ValueError: As `round_weight`.
     """
-    if not rows.isfinite().all():
-        raise ValueError("it has numbers that are infinite or not numbers")
     form = rounding.form(*rows.shape)
     padding = form.groups * form.group - form.inputs
     groups = F.pad(rows.float(), (0, padding)).view(form.outputs, form.groups, form.group)
     highest, lowest = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    if not (highest.isfinite().all() and lowest.isfinite().all()):
+        raise ValueError("it has numbers that are infinite or not numbers")
     shares = _SHARES if form.bits == 4 else (1.0,)
     grids = [_grid(form, highest * each, lowest * each, rounding) for each in shares]
     chosen = grids[0]

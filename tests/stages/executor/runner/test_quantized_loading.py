@@ -154,6 +154,7 @@ class Halves(StoredCodes):
     """A format that keeps "halves", in steps of 0.5 around 8, beside plain tensors."""
 
     stored = ("weight", "halves")
+    label = "halves"
 
     def handles(self, name: str) -> bool:
         return name.endswith("up_proj")

@@ -3,6 +3,9 @@
     python benchmarks/run.py [--workloads W1,W2,W3,W5] [--shape S] [--peers transformers,...]
         [--repeat 5] [--python openvino=PATH] [--folder DIR] [--json FILE] [--plot FILE]
 
+An engine is in bfloat16, or in another format after a colon: `ours:int8`, `ours:int4-32`,
+`ours:int8-a8` (activations in 8 bits), `llamacpp:Q8_0`, `openvino:int4`, `vllm:int4`.
+
 Each engine is a separate process that loads the model once. Engines take turns workload by
 workload, in rotating order, so that other load affects all of them. The distance between the cores
 is measured around every turn: a shared machine has states that differ in speed by a factor of two,
@@ -49,7 +52,12 @@ PROGRAMS = {
     "generate_batch": "hf.py",
     "llamacpp": "llamacpp.py",
     "openvino": "ov_genai.py",
+    "vllm": "vllm_cpu.py",
 }
+
+
+def _engine_of(name: str) -> str:
+    return name.partition(":")[0]
 
 
 class Peer(Worker):
@@ -61,9 +69,10 @@ class Peer(Worker):
 
     def __init__(self, name: str, python: str, folder: Path, shape: str, threads: int) -> None:
         self.name = name
+        program = PROGRAMS[_engine_of(name)]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-        self._log = folder.with_name(f"{name}.log").open("w+")
-        command = [python, ENGINES / PROGRAMS[name], folder, shape, threads, name]
+        self._log = folder.with_name(f"{name.replace(':', '-')}.log").open("w+")
+        command = [python, ENGINES / program, folder, shape, threads, name]
         super().__init__(*command, stderr=self._log, env=environment)
         self.about = self.answer()
 
@@ -201,7 +210,7 @@ def read_options() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.engines = ["ours", *arguments.peers]
     refuse_unknown(parser, arguments.workloads, WORKLOADS)
-    refuse_unknown(parser, arguments.engines, PROGRAMS)
+    refuse_unknown(parser, map(_engine_of, arguments.engines), PROGRAMS)
     return arguments
 
 
@@ -212,7 +221,7 @@ def start(arguments: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
     peers, missing = [], {}
     for name in arguments.engines:
         try:
-            python = pythons.get(name, sys.executable)
+            python = pythons.get(_engine_of(name), sys.executable)
             peers.append(Peer(name, python, folder, arguments.shape, arguments.threads))
         except EOFError as error:
             missing[name] = str(error)

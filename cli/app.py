@@ -24,6 +24,7 @@ from .doctor import doctor
 from .embed import embed, score
 from .options import option
 from .pull import pull
+from .quantize import quantize
 from .replay import digest, replay
 from .run import run
 from .serve import gateway, serve
@@ -47,6 +48,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Look around": {"demo": demo, "doctor": doctor},
     "Start a pipeline": {
         "pull": pull,
+        "quantize": quantize,
         "serve": serve,
         "up": up,
         "down": down,

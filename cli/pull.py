@@ -71,7 +71,7 @@ def pull(
         raise ConfigError(f"--to is {target}, which can't be replaced")
     try:
         _check_apart(found, target)
-        with _partial(target) as partial:
+        with partial_folder(target, "pull") as partial:
             _check_replaced(target, force=force)
             _put(_fetched(found, partial / found.key), target, partial)
     except OSError as error:
@@ -134,8 +134,8 @@ def _put(folder: Path, target: Path, partial: Path) -> None:
 
 
 @contextmanager
-def _partial(target: Path) -> Iterator[Path]:
-    """Lock the folder beside the target in which partial pulls are kept, and yield it.
+def partial_folder(target: Path, command: str) -> Iterator[Path]:
+    """Lock the folder beside the target in which a command keeps partial results, and yield it.
 
     Raises:
         ConfigError: Another process holds the lock; or another user has prepared the folder, and
@@ -150,7 +150,7 @@ def _partial(target: Path) -> Iterator[Path]:
             f"{folder} is a link, or another user's; remove it, or give another folder"
         )
     if (lock := own(folder)) is None:
-        raise ConfigError(f"another pull to {target} is in progress")
+        raise ConfigError(f"another {command} to {target} is in progress")
     try:
         yield folder
     finally:

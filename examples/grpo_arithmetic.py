@@ -13,6 +13,7 @@ in-flight   Generation never stops (PipelineRL, arXiv:2509.19128). The trainer i
 
 Both train on prompts whose answers differ in reward (DAPO's dynamic sampling), with AdamW and
 PPO's clipped loss on the logprobs that the engine reports. Held-out sums never occur in training.
+With quantised rollouts the trainer's weights are requantised in the engine at each update.
 In the last run the model thinks before it answers, and goes over the same problems again and again,
 so that drafts of its samples can be taken from earlier ones.
 The docs are in docs/rl.md.
@@ -35,7 +36,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from grpo_rollouts import KINDS, Arithmetic, Rollouts, staleness
-from grpo_trainer import Group, Trainer, TrainerProcess, TrainerSettings
+from grpo_trainer import Correction, Group, Trainer, TrainerProcess, TrainerSettings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -43,6 +44,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
 Mode = Literal["blocking", "in-flight"]
 Speculation = Literal["auto", "off"]
+Quantization = Literal["auto", "int8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Settings:
         deterministic: Whether the engine has to be, and not only where that costs nothing; also for
             another number of ranks.
         ranks: Ranks of the engine.
+        dtype: The engine's; the trainer's is float32.
+        quantization: The engine's; "auto" for none.
+        quantization_group: Inputs that share a scale; 0 for the engine's default.
+        correction: The trainer's, for rollouts of another policy.
     """
 
     mode: Mode = "blocking"
@@ -96,6 +102,10 @@ class Settings:
     speculation: Speculation = "off"
     deterministic: bool = False
     ranks: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    quantization: Quantization = "auto"
+    quantization_group: Literal[0, 32, 64, 128] = 0
+    correction: Correction = "ratio"
 
 
 @dataclass
@@ -230,6 +240,7 @@ def start_trainer(
         learning_rate=settings.learning_rate,
         temperature=settings.temperature,
         kl_weight=settings.kl_weight,
+        correction=settings.correction,
     )
     if settings.mode == "blocking":
         yield Trainer(own)
@@ -242,7 +253,9 @@ def engine_config(settings: Settings) -> EngineConfig:
     """Return the configuration of the run's engine."""
     rows = settings.batch or settings.prompts * settings.samples
     return EngineConfig(
-        dtype="float32",
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        quantization_group=settings.quantization_group,
         deterministic=settings.deterministic or "auto",
         rank_invariant=settings.deterministic,
         tensor_parallel=settings.ranks,
@@ -368,6 +381,7 @@ def summary(rollouts: Rollouts, record: Record, start: int, end: int) -> dict[st
         "longest_pause_ms": max(gaps) / 1e6,
         "rewards": [round(facts["reward"], 4) for facts in record.facts],
         "facts_last": record.facts[-1],
+        "kl_behaviour": [facts["kl_behaviour"] for facts in record.facts],
         "time_line": time_line(busy, record.training),
     }
 
@@ -408,8 +422,11 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=default.kinds)
     parser.add_argument("--split", choices=("tune", "heldout"), default=default.split)
     parser.add_argument("--speculation", choices=get_args(Speculation), default=default.speculation)
+    for name, kinds in (("quantization", Quantization), ("correction", Correction)):
+        parser.add_argument(f"--{name}", choices=get_args(kinds), default=getattr(default, name))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=default.dtype)
     numbers = ("seed", "steps", "groups", "samples", "problems", "prompts", "most_prompts")
-    for name in (*numbers, "batch", "max_tokens", "held_out"):
+    for name in (*numbers, "batch", "max_tokens", "held_out", "quantization_group"):
         value = getattr(default, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     for name in ("minutes", "temperature", "learning_rate", "kl_weight"):
@@ -428,7 +445,7 @@ def main() -> None:
     arguments["kinds"] = tuple(arguments["kinds"])
     found = run(Settings(**arguments), console)
     console.print(curve(found["rewards"]))
-    hidden = ("settings", "rewards", "time_line")
+    hidden = ("settings", "rewards", "kl_behaviour", "time_line")
     console.print({name: value for name, value in found.items() if name not in hidden})
     if json_path:
         json_path.write_text(json.dumps(found) + "\n", encoding="utf-8")

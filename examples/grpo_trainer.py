@@ -1,11 +1,14 @@
 """GRPO in plain torch: advantages within a group, PPO's clipped loss on the rollout's logprobs.
 
 The behaviour policy of the loss is the one that the engine reports with each token, whichever
-weights made it. So the same loss corrects for samples that are some updates old, and for those of
-which the first half was made by older weights than the second.
+weights made it. So the same loss corrects for samples that are some updates old, for those of
+which the first half was made by older weights than the second, and for an engine with quantised
+weights. `Correction` has other ways, to compare.
 
 Sources: GRPO, arXiv:2402.03300; the loss per token and the wider upper clip, DAPO,
-arXiv:2503.14476; the estimate of the KL divergence, http://joschu.net/blog/kl-approx.html (k3).
+arXiv:2503.14476; truncated importance weights, Yao and others, "Your Efficient RL Framework
+Secretly Brings You Off-Policy RL Training", 2025; the estimate of the KL divergence,
+http://joschu.net/blog/kl-approx.html (k3).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +34,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from nano_inference import TrainingSample
+
+Correction = Literal["ratio", "truncated", "none"]
+"""Correction for rollouts of another policy than the trainer's: "ratio", the clipped ratio is that
+to the rollout's logprobs; "truncated", each token's gain is weighted by that ratio, up to a limit,
+and none is clipped (one optimizer step a batch); "none", rollouts count as the trainer's own."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class TrainerSettings:
         temperature: The rollouts' temperature; the loss is of the same distribution.
         clip_low: The probability ratio counts down to 1 - clip_low.
         clip_high: The probability ratio counts up to 1 + clip_high.
+        correction: For rollouts of another policy.
+        most_weight: Limit of truncated weights.
         kl_weight: Weight of the KL divergence from the first weights, in the loss; 0 keeps no copy.
         max_grad_norm: Longer gradients are shortened to this.
         images: Whether prompts have an image.
@@ -57,6 +67,8 @@ class TrainerSettings:
     temperature: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.28
+    correction: Correction = "ratio"
+    most_weight: float = 2.0
     kl_weight: float = 0.0
     max_grad_norm: float = 1.0
     images: bool = False
@@ -167,10 +179,16 @@ def policy_loss(
         batch: The rollouts.
         settings: For the clip.
     """
-    ratio = torch.exp(torch.where(batch.learn, logprobs - batch.behaviour, 0.0))
+    used = torch.exp(torch.where(batch.learn, logprobs - batch.behaviour, 0.0))
+    ratio, weights = used, torch.ones(())
+    if settings.correction != "ratio":
+        # 1, with the gradient of the logprob: a batch is trained on once.
+        ratio = torch.exp(logprobs - logprobs.detach())
+    used = used.detach()
+    if settings.correction == "truncated":
+        weights = used.clamp(max=settings.most_weight)
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    gains = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
-    used = ratio.detach()
+    gains = weights * torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
     facts = {
         "ratio_max": used[batch.learn].max().item(),
         "clipped": batch.mean((clipped != ratio).float()).item(),

@@ -42,7 +42,8 @@ PROCESSES_BYTES = 300 << 20
 """Approximate memory of a lane's processes without weights and KV: Python, and torch once."""
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1.1, "int4": 0.7}
+"""Bytes of a weight; of codes about so many, with scales and what stays plain."""
 
 
 def memory_of(pids: Iterable[int]) -> int:
@@ -66,32 +67,37 @@ def expected_memory(config: Config) -> int:
     """Return the approximate memory of a model's processes with these settings, in bytes."""
     engine = config.engine
     draft = engine.draft_model_path if engine.speculation == "auto" else ""
-    others = [Path(path).expanduser() for path in (engine.reference_model_path, draft) if path]
-    weights = sum(weight_bytes(each, engine.dtype) for each in (engine.model_folder, *others))
+    others = [Path(draft).expanduser()] if draft else []
+    if engine.reference_model_path:
+        others.append(engine.of_reference().model_folder)
+    form = engine.dtype if engine.quantization == "auto" else engine.quantization
+    weights = weight_bytes(engine.model_folder, form)
+    weights += sum(weight_bytes(each, engine.dtype) for each in others)
     return PROCESSES_BYTES + (weights + engine.kv_cache_bytes) * config.pipeline.replicas
 
 
-def weight_bytes(model: Path, dtype: str) -> int:
-    """Return the size in `dtype` of the weights in a folder or file; 0 if they can't be read."""
+def weight_bytes(model: Path, form: str) -> int:
+    """Return the size of the weights in a folder or file, in a dtype or as codes ("int8", "int4");
+    0 if they can't be read."""
     try:
         if model.is_file():
             return model.stat().st_size
         files = next((found for each in _WEIGHT_FILES if (found := list(model.glob(each)))), [])
-        return sum(_loaded_bytes(file, dtype) for file in files)
+        return sum(_loaded_bytes(file, form) for file in files)
     except OSError:  # the load reports it
         return 0
 
 
-def _loaded_bytes(file: Path, dtype: str) -> int:
+def _loaded_bytes(file: Path, form: str) -> int:
     size = file.stat().st_size
-    if file.suffix != ".safetensors" or dtype not in _ITEM_BYTES:
+    if file.suffix != ".safetensors" or form not in _ITEM_BYTES:
         return size
     try:
         with safe_open(file, "numpy") as opened:
             shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
     except SafetensorError:
         return size
-    return _ITEM_BYTES[dtype] * sum(map(math.prod, shapes))
+    return int(_ITEM_BYTES[form] * sum(map(math.prod, shapes)))
 
 
 _POLL_S = 0.05

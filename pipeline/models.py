@@ -17,8 +17,8 @@ from .health import lanes_of
 
 FACTS = (
     "model", "model_path", "aliases", "parameters", "weight_bytes", "kv_bytes", "kv_token_bytes",
-    "state_bytes", "vocab_size", "dtype", "experts", "active_experts", "capabilities",
-    "max_batch_size", "load_ns",
+    "state_bytes", "vocab_size", "dtype", "quantization", "experts", "active_experts",
+    "capabilities", "max_batch_size", "load_ns",
 )  # fmt: skip
 """The keys of `StageReport.load` in which executors describe their models."""
 
@@ -52,6 +52,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: Most tokens of a prompt and its answer.
         vocab_size: Rows of the output layer.
         dtype: Dtype of its weights.
+        quantization: The forms of its codes, such as "int4-128+int8"; "" for plain weights.
         device: Device of the executors.
         is_moe: Whether it is a mixture of experts.
         n_experts: Experts per layer; 0 without experts.
@@ -86,6 +87,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     vocab_size: int = 0
     dtype: str = ""
+    quantization: str = ""
     device: str = ""
     is_moe: bool = False
     n_experts: int = 0
@@ -158,7 +160,7 @@ def facts_of(reports: Sequence[StageReport]) -> dict[str, Any]:
         "ready_lanes": tuple(ready),
         "replicas": len(loads),
         **{field: int(first.get(name, 0)) for field, name in numbers.items()},
-        **{field: str(first.get(field, "")) for field in ("dtype", "device")},
+        **{field: str(first.get(field, "")) for field in ("dtype", "quantization", "device")},
         **{
             field: sum(int(load.get(field, 0)) for load in loads)
             for field in ("weight_bytes", "kv_bytes")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -39,6 +41,39 @@ def nothing(writer: gguf.GGUFWriter) -> None:
     pass
 
 
+def random_rows(kind: str, rows: int, columns: int, size: float = 0.02, seed: int = 0) -> Any:
+    """Return `[rows, bytes]` uint8: blocks of a quantised type, with every code.
+
+    The package quantises to some types only. So codes are random bytes, and each block's factors
+    are such that weights have a standard deviation of about `size`.
+    """
+    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    numbers = np.random.default_rng(seed)
+    blocks = numbers.integers(0, 256, (rows * columns // block, block_bytes), np.uint8)
+    for place, deviation in _FACTORS[kind].items():
+        factors = size / deviation * numbers.uniform(0.8, 1.2, len(blocks))
+        blocks[:, place : place + 2] = factors.astype(np.float16)[:, None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+_FACTORS: dict[str, dict[int, float]] = {
+    "Q8_0": {0: 74},
+    "Q4_0": {0: 4.6},
+    "Q4_1": {0: 4.6, 2: -0.61},
+    "Q5_0": {0: 9.2},
+    "Q5_1": {0: 9.2, 2: -0.6},
+    "Q2_K": {80: 13.9, 82: 9.3},
+    "Q3_K": {108: 42},
+    "Q4_K": {0: 255, 2: 34},
+    "Q5_K": {0: 520, 2: 33.5},
+    "Q6_K": {208: 1360},
+    "IQ4_NL": {0: 68},
+    "IQ4_XS": {0: 1260},
+}
+"""The places of a block's factors, and the deviation of weights over each factor: weights have a
+mean of about 0."""
+
+
 def tiny_tokenizer(writer: gguf.GGUFWriter) -> None:
     """The bundled model's, as llama.cpp's converter would write it."""
     content: dict[str, Any] = json.loads((TINY / "tokenizer.json").read_text())
@@ -63,7 +98,7 @@ def tiny_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 def write_gguf(
     path: Path,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     *,
     folder: Path = TINY,
     architecture: str = "qwen2",
@@ -73,8 +108,9 @@ def write_gguf(
     """A folder in Transformers' format as one GGUF file.
 
     Args:
-        kind: The type of its matrices, by its name in GGUF: "F32", "F16", "BF16", "Q8_0", "Q4_0".
-            Vectors are in float32, as llama.cpp has it.
+        kind: The type of its matrices, by its name in GGUF ("F16", "Q4_0"), or of each by the
+            matrix's name there. Types that the package doesn't make are random blocks. Vectors are
+            in float32, as llama.cpp has it.
         architecture: GGUF's name for it. Of "llama" the rows of queries and keys are permuted.
         tokenizer: Writes the tokenizer; `nothing` for none.
         change: Writes what else the metadata say.
@@ -99,14 +135,24 @@ def write_gguf(
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             kv = "num_key_value_heads" if "k_proj" in name else "num_attention_heads"
             values = _permuted(values, config[kv])
-        wanted = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        stored = gguf.quants.quantize(values.numpy(), wanted)
-        writer.add_tensor(_name_of(name), stored, raw_dtype=wanted)
+        place = _name_of(name)
+        own = "F32" if values.ndim == 1 else kind(place) if callable(kind) else kind
+        stored, wanted = _blocks(own, values, seed=zlib.crc32(place.encode()))
+        writer.add_tensor(place, stored, raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _blocks(kind: str, values: torch.Tensor, seed: int) -> tuple[Any, Any]:
+    wanted = gguf.GGMLQuantizationType[kind]
+    try:
+        return gguf.quants.quantize(values.numpy(), wanted), wanted
+    except NotImplementedError:
+        rows, columns = values.shape
+        return random_rows(kind, rows, columns, float(values.std()), seed), wanted
 
 
 def _permuted(values: torch.Tensor, heads: int) -> torch.Tensor:

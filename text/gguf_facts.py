@@ -35,7 +35,7 @@ class GgufFacts(msgspec.Struct, frozen=True):
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """The types that are dequantized at load."""
+        """The types that aren't floats."""
         return tuple(name for name in self.types if name not in FLOATS)
 
 

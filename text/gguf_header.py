@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import ModelError, shown
 
@@ -45,21 +45,45 @@ _SIZES = (
 """Dimensions of the model that can't exceed the largest tensor dimension."""
 
 
+class GgufTensor(NamedTuple):
+    """A tensor of a GGUF file.
+
+    Attributes:
+        kind: Its type, by GGUF's name ("Q4_0", "F32").
+        shape: Its dimensions, slowest first, as torch has them.
+        start: First byte in the file.
+        num_bytes: Bytes in the file.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class GgufHeader:
     """The header of a GGUF file.
 
     Attributes:
         metadata: Numbers, booleans and strings by name; for arrays, their length.
-        types: Number of tensors of each type, by GGUF's names ("Q4_0", "F32").
-        num_parameters: Elements of all tensors.
+        tensors: Tensors by name.
         unread_positions: Position-encoding keys that Transformers ignores.
     """
 
     metadata: dict[str, Any]
-    types: dict[str, int]
-    num_parameters: int
+    tensors: dict[str, GgufTensor]
     unread_positions: tuple[str, ...] = ()
+
+    @property
+    def types(self) -> dict[str, int]:
+        """Number of tensors of each type, the most frequent first."""
+        return dict(Counter(tensor.kind for tensor in self.tensors.values()).most_common())
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     @property
     def architecture(self) -> str:
@@ -136,12 +160,9 @@ class _Reader:
         self._check_metadata(metadata, tensors)
         alignment = metadata.get("general.alignment", 32)
         start = -(-self._at // alignment) * alignment
-        places = {name: self._place(name, *tensor) for name, tensor in tensors.items()}
+        places = {name: self._place(name, start, *each) for name, each in tensors.items()}
         self._check_places(places, start)
-        types = Counter(kind for kind, _, _ in places.values())
-        size = sum(math.prod(dimensions) for dimensions, _, _ in tensors.values())
-        unread = _unread_positions(metadata, tensors)
-        return GgufHeader(metadata, dict(types.most_common()), size, unread)
+        return GgufHeader(metadata, places, _unread_positions(metadata, tensors))
 
     def _tensor(self) -> tuple[list[int], int, int]:
         """Return a tensor's dimensions (fastest first), type number and offset."""
@@ -179,9 +200,9 @@ class _Reader:
                 raise self._broken(f"has the {name} {size}, and no tensor is as large")
 
     def _place(
-        self, name: str, dimensions: list[int], number: int, offset: int
-    ) -> tuple[str, int, int]:
-        """Return a tensor's type name, and its start and end in the data."""
+        self, name: str, start: int, dimensions: list[int], number: int, offset: int
+    ) -> GgufTensor:
+        """Return a tensor, in data that begin at a byte of the file."""
         # An optional package; the caller has checked that it is installed.
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -193,26 +214,27 @@ class _Reader:
         if dimensions[0] % block_elements:
             raise self._broken(f"has {shown(name)} of {dimensions[0]} columns in {kind.name}")
         size = math.prod(dimensions) // block_elements * block_bytes
-        return str(kind.name), offset, offset + size
+        return GgufTensor(kind.name, tuple(reversed(dimensions)), start + offset, size)
 
-    def _check_places(self, places: dict[str, tuple[str, int, int]], start: int) -> None:
+    def _check_places(self, places: dict[str, GgufTensor], start: int) -> None:
         """Check that every tensor lies within the file and none overlap.
 
         Args:
-            places: Results of `_place` by tensor name.
+            places: Tensors by name.
             start: Start of the data.
         """
-        last, before = 0, ""
-        for name, (_, begin, end) in sorted(places.items(), key=lambda place: place[1][1:]):
-            if start + end > len(self._data):
+        last, before = start, ""
+        for name, tensor in sorted(places.items(), key=lambda place: place[1][2:]):
+            begin, end = tensor.start, tensor.start + tensor.num_bytes
+            if end > len(self._data):
                 raise ModelError(
                     f"{self._path} is cut off: it has {len(self._data)} bytes, and {shown(name)} "
-                    f"ends at {start + end}; copy or download it again"
+                    f"ends at {end}; copy or download it again"
                 )
             if begin < last:
                 raise self._broken(
-                    f"has {shown(name)} at byte {begin} of its data, where {shown(before)} still "
-                    f"is, up to byte {last}"
+                    f"has {shown(name)} at byte {begin - start} of its data, where {shown(before)} "
+                    f"still is, up to byte {last - start}"
                 )
             last, before = end, name
 

@@ -23,7 +23,8 @@ class LlamaCpp(worker.Engine):
     def __init__(self, folder: Path, shape: str, threads: int) -> None:
         llama.llama_log_set(silent, ctypes.c_void_p(0))
         llama.llama_backend_init()
-        file = folder.with_suffix(".gguf")
+        kind = worker.weight_format()
+        file = folder.with_name(f"{folder.name}{kind and '-'}{kind}.gguf")
         self.threads = threads
         self.model = llama.llama_model_load_from_file(
             str(file).encode(), llama.llama_model_default_params()
@@ -33,7 +34,7 @@ class LlamaCpp(worker.Engine):
         self.vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
         self.batch = llama.llama_batch_init(MOST_TOKENS, 0, 1)
         self.random = np.random.default_rng(0)
-        self.version = f"llama.cpp (llama-cpp-python {llama.__version__}) bf16"
+        self.version = f"llama.cpp (llama-cpp-python {llama.__version__}) {kind or 'bf16'}"
 
     def can(self, workload: Workload) -> bool:
         return not workload.rate and not workload.common

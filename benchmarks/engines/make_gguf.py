@@ -1,6 +1,10 @@
 """Writes a Qwen2 or Qwen3.5 model in Transformers' format as GGUF, for llama.cpp.
 
     python make_gguf.py FOLDER [BF16]       (or F32; needs torch, safetensors and gguf)
+    python make_gguf.py FOLDER Q8_0         (or Q4_0; writes FOLDER-Q8_0.gguf)
+
+With Q4_0 the embedding, which is the output layer too, is in Q8_0: llama-quantize takes Q6_K there,
+which the package can't write.
 
 llama.cpp's converter requires a tokenizer that it knows. This one takes that of
 `random_models.py`, whose first two tokens are special.
@@ -19,7 +23,12 @@ from safetensors.torch import load_file
 
 from nano_inference.tests.gguf_files import write_gguf
 
-FILE_TYPES = {"BF16": gguf.LlamaFileType.MOSTLY_BF16, "F32": gguf.LlamaFileType.ALL_F32}
+FILE_TYPES = {
+    "BF16": gguf.LlamaFileType.MOSTLY_BF16,
+    "F32": gguf.LlamaFileType.ALL_F32,
+    "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+}
 
 
 def write_tokenizer(folder: Path, kind: str, writer: gguf.GGUFWriter) -> None:
@@ -120,8 +129,15 @@ def _add_hybrid(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: 
 
 if __name__ == "__main__":
     source, kind = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "BF16"
-    target = source.with_suffix(".gguf")
+    quantized = f"-{kind}" if kind.startswith("Q") else ""
+    target = source.with_name(f"{source.name}{quantized}.gguf")
     if json.loads((source / "config.json").read_text())["model_type"] == "qwen3_5_text":
         write_hybrid(target, kind, source)
     else:
-        write_gguf(target, kind, folder=source, tokenizer=partial(write_tokenizer, source, kind))
+        embedding = "Q8_0" if kind == "Q4_0" else kind
+        write_gguf(
+            target,
+            lambda name: embedding if name == "token_embd.weight" else kind,
+            folder=source,
+            tokenizer=partial(write_tokenizer, source, kind),
+        )

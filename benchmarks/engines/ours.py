@@ -19,17 +19,22 @@ class Ours(worker.Engine):
     def __init__(self, folder: Path, shape: str, threads: int) -> None:
         torch.set_num_threads(threads)
         # A sequence of a hybrid model has megabytes of state.
+        quantization, *more = worker.weight_format().split("-")
         hybrid = "linear_num_value_heads" in SHAPES[shape]
         config = EngineConfig(
             model_path=str(folder),
             max_model_len=2048,
             max_batch_size=16 if hybrid else 64,
             kv_cache_bytes=3 << 29 if hybrid else 1 << 29,
+            quantization=quantization or "auto",  # type: ignore[arg-type]
+            quantization_group=next((int(each) for each in more if each.isdigit()), 0),  # type: ignore[arg-type]
+            activation_bits=8 if "a8" in more else 16,
         )
         self.engine = TimedEngine(config)
         executor = self.engine._executor
         reason = executor.off.get("kernels", "")
         self.version = f"nano-inference ({reason or kernels_of(executor.model)})"
+        self.version += f" {worker.weight_format() or 'bf16'}"
         weights = sum(p.nbytes for p in executor.model.module.parameters())
         cache = (*executor.cache.keys, *executor.cache.values)
         for tensor in cache:

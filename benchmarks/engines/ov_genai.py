@@ -61,12 +61,13 @@ def add_request(
 
 class OpenVino(worker.Engine):
     def __init__(self, folder: Path, shape: str, threads: int) -> None:
-        converted = folder.with_name(folder.name + "-openvino")
+        kind = worker.weight_format()
+        converted = folder.with_name(f"{folder.name}-openvino{kind and '-'}{kind}")
         if not converted.is_dir():
             raise SystemExit(f"there is no {converted}; benchmarks/README.md says how to make it")
         self.pipeline = open_pipeline(converted, threads, prefix_caching=True)
         self.next_id = 0
-        self.version = f"OpenVINO GenAI {genai.__version__.split('-')[0]} bf16"
+        self.version = f"OpenVINO GenAI {genai.__version__.split('-')[0]} {kind or 'bf16'}"
 
     def run(self, workload: Workload, requests: list[Request]) -> Times:
         start = time.perf_counter()

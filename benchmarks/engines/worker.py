@@ -25,6 +25,11 @@ from workloads import SHAPES, WORKLOADS, Request, Workload, make_requests
 _STATUS = Path("/proc/self/status")
 
 
+def weight_format() -> str:
+    """Return the format of the weights in the engine's name, after a colon; "" is bfloat16."""
+    return sys.argv[4].partition(":")[2]
+
+
 @dataclass
 class Times:
     """Times of one run, in seconds.

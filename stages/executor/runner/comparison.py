@@ -31,8 +31,9 @@ from .loaded_model import LoadedModel
 from .model import wrap_model
 from .ranks.group import Layout, OneRank, RankGroup
 from .ranks.pipelining import PipelineRank
-from .sharded_model import make_layout, make_whole, shard_model
+from .sharded_model import make_layout, shard_model
 from .small_config import WIDTHS, small_config
+from .whole_model import make_whole
 
 _TOKENS = 200
 _LARGEST = 1 << 27

@@ -192,7 +192,7 @@ def make_runner(
 
         make_cache, make_table = partial(LeaderCache, ranks), partial(LeaderAdapters, ranks=ranks)
         ranks.tell(Prepare(num_blocks))
-    if ranks is None and backend is None and model.shards is None and model.generates:
+    if ranks is None and backend is None and not model.is_shard and model.generates:
         _compare_with_transformers(config, model)
     huge_pages = config.huge_pages == "auto"
     cache = make_cache(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +36,10 @@ from .attention.interface import (
     register_attention,
 )
 from .attention.lengths import provide_lengths
-from .checkpoint import tensor_files, tensors_missing, wrong_shape
+from .checkpoint import is_coded, tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
-from .loaded_model import Dtypes, LoadedModel
+from .loaded_model import Dtypes, LoadedModel, with_codes
 from .media import SUPPORTED
 from .mixers.marks import has_mixers
 from .progress import counted_progress
@@ -48,6 +49,7 @@ from .system_memory import use_huge_pages
 if TYPE_CHECKING:
     from .media import MediaEncoder
     from .mixers.find import Mixers
+    from .quantized_loading import Plan
     from .ranks.pipelining import PipelineRank
     from .state.kinds import IndexKeys
 
@@ -81,7 +83,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         _check_no_decoder_beside(hf_config)
     else:
         check_architecture(hf_config)
-    module = _load_weights(folder, hf_config, config.dtype, without_output=without_output)
+    module, plan = _load_weights(folder, hf_config, config, without_output=without_output)
     try:
         module = module.to(device)
     except torch.OutOfMemoryError:
@@ -99,6 +101,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         from .encoder import looks_ahead, wrap_encoder
 
         if looks_ahead(module, device):
+            if plan is not None:
+                raise ModelError(
+                    f"{type(module).__name__} is an encoder, whose weights can't be codes; set "
+                    "engine.quantization to 'auto', and choose a checkpoint of plain weights"
+                )
             return wrap_encoder(module, config)
     processor = None
     if not without_output and hf_config.model_type in SUPPORTED:
@@ -111,6 +118,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         image_processor=processor,
         latent_attention=config.latent_attention,
     )
+    if plan is not None:
+        model = replace(model, checkpoint_format=plan.label, checkpoint_notes=plan.notes)
     return replace(model, is_shared=False)
 
 
@@ -147,7 +156,9 @@ def wrap_model(
     limit = min(max_model_len, own_limit or max_model_len)
     output: nn.Module | None = module.get_output_embeddings()
     generates = output is not None
-    weight = getattr(output or module.get_input_embeddings(), "weight", None)
+    end = output or module.get_input_embeddings()
+    # Of codes, a tensor without numbers.
+    weight = getattr(end, "placeholder", getattr(end, "weight", None))
     if pipeline is not None:
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
@@ -166,12 +177,13 @@ def wrap_model(
         encoders = (VisionModel(module, image_processor, look_ahead(module)),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     provide_lengths(module)
+    # A stage's first tensor may be one that is kept in float32.
+    dtype = weight.dtype if pipeline is None else pipeline.dtype
     return LoadedModel(
         module=module,
         hf_config=hf_config,
         device=weight.device,
-        # A stage's first tensor may be one that is kept in float32.
-        dtypes=Dtypes.of(weight.dtype if pipeline is None else pipeline.dtype),
+        dtypes=Dtypes.of(dtype),
         max_model_len=limit,
         vocab_size=weight.shape[0],
         layers=tuple(probe.layers[index] for index in indices),
@@ -181,6 +193,7 @@ def wrap_model(
         mixers=mixers,
         generates=generates,
         is_shared=True,
+        shards=with_codes(module, dtype),
         pipeline=pipeline,
         encoders=encoders,
         latent_attention=latents,
@@ -274,8 +287,9 @@ def _class_of(mapping: Any, hf_config: PreTrainedConfig) -> type:
 
 
 def _load_weights(
-    folder: Path, hf_config: PreTrainedConfig, dtype_name: str, *, without_output: bool = False
-) -> nn.Module:
+    folder: Path, hf_config: PreTrainedConfig, config: EngineConfig, *, without_output: bool = False
+) -> tuple[nn.Module, Plan | None]:
+    """Return the model, and how its layers became codes."""
     # An encoder runs with Transformers' own attention, and may be one.
     options: dict[str, Any] = {}
     if not without_output:
@@ -283,20 +297,27 @@ def _load_weights(
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
     if not without_output and takes_images(hf_config):
         auto = AutoModelForImageTextToText
-    dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
-    progress = counted_progress
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    source: Path | None = folder
     if (folder / LINK).is_file():
-        from .gguf_loading import check_parameters, options_of, progress
+        from .gguf_loading import options_of
 
-        check_parameters(folder, hf_config, auto)
-        options |= options_of(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
+        plan, own = options_of(folder, hf_config, config, auto, dtype)  # type: ignore[arg-type]
+        options |= own
+        # The class itself: the automatic one takes no tensors without a folder.
+        auto, source = _class_of(auto._model_mapping, hf_config), None
     else:
-        tensor_files(folder)
+        plan = _plan_of(config, hf_config, folder, tensor_files(folder))
+        if plan is not None:
+            options |= plan.options(hf_config)
+            dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
+    if plan is not None:
+        plan.activation_bits = config.activation_bits
     try:
-        with progress():
+        with counted_progress():
             loaded: Any = auto.from_pretrained(
-                folder,
+                source,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -305,12 +326,29 @@ def _load_weights(
                 ignore_mismatched_sizes=True,
                 **options,
             )
-    except Exception as error:
+    except BaseException as error:
+        if plan is not None and plan.error is not None:
+            raise plan.error from None
+        if not isinstance(error, Exception):
+            raise
         raise ModelError(f"can't load the model in {folder}: {_first_line(error)}") from error
     module, info = loaded
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
-    return frozen
+    return frozen, plan
+
+
+def _plan_of(
+    config: EngineConfig, hf_config: PreTrainedConfig, folder: Path, files: Mapping[str, Path]
+) -> Plan | None:
+    """Return the plan of quantised layers; None, without importing them, if there are none."""
+    parts = (hf_config, hf_config.get_text_config())
+    stored = any(getattr(each, "quantization_config", None) is not None for each in parts)
+    if config.quantization == "auto" and not stored and not any(map(is_coded, files)):
+        return None
+    from .stored_codes import plan_of
+
+    return plan_of(config, hf_config, folder, files)
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from threading import Lock
 
 import msgspec
+import torch
 from torch import Tensor
 
 from ....bus.control import JoinWeightsGroup
@@ -22,11 +23,14 @@ from .ranks.calls import CallReply, DropParts, JoinGroup, LeaveGroup, Numbered, 
 from .ranks.commands import NewWeights
 from .ranks.processes import Ranks
 from .ranks.rank_error import RankError
-from .shards import NewShard, NewWeight, Receipt, ShardedWeights
+from .shards import Held, NewShard, NewWeight, Receipt, Shard, ShardedWeights, product
 from .weights.checks import UNLIMITED, WeightLimits
 from .weights.parts import PartsTaker
 from .weights.transports.background import Background, stay_single
 from .weights.transports.group import CPU, WeightGroups, was_left
+
+_PIECE_BYTES = 1 << 26
+"""Bytes of a whole tensor that are sent at a time, if one of its rows is not larger."""
 
 _CONSEQUENCES = ("weights_interrupted", "weights_timeout")
 """Codes of errors that one rank gets because another one has failed."""
@@ -130,7 +134,7 @@ class RankReceiver:
         self._rank, self._connection, self._shards = rank, connection, shards
         self._groups = WeightGroups()
         self._receiving = Background("weights", stay_single)
-        self._held: dict[int, dict[str, tuple[Tensor, ...]]] = {}
+        self._held: dict[int, dict[str, tuple[Held, ...]]] = {}
         self._lock = Lock()
 
     def serve(self) -> None:
@@ -222,5 +226,50 @@ def write_to_ranks(
     whole = {name: each for name, each in new_weights.items() if not isinstance(each, NewShard)}
     held = tuple((name, each.receipt.number) for name, each in received.items())
     ranks.tell(NewWeights(held))
-    shards.write_everywhere(ranks.group.broadcast, whole)
+    write_everywhere(shards, ranks.group.broadcast, whole)
     shards.write_parts({name: each.parts for name, each in received.items()})
+
+
+def write_everywhere(
+    shards: ShardedWeights,
+    broadcast: Callable[[Tensor], None],
+    tensors: Mapping[str, Tensor] | None,
+) -> None:
+    """Send whole tensors from rank 0 to all ranks, each of which keeps its parts.
+
+    They are sent in pieces, so that another rank needs memory for one piece more. All ranks
+    call this between the same two steps.
+
+    Args:
+        shards: Places of the tensors on this rank.
+        broadcast: `RankGroup.broadcast`.
+        tensors: On rank 0 by name; None on others.
+
+    Raises:
+        RankError: A rank has failed. The weights may be a mixture then.
+    """
+    names = sorted(shards.shards)
+    chosen = torch.zeros(len(names), dtype=torch.uint8)
+    if tensors is not None:
+        chosen = torch.tensor([name in tensors for name in names], dtype=torch.uint8)
+    broadcast(chosen)
+    for name, is_sent in zip(names, chosen.tolist(), strict=True):
+        if is_sent:
+            _send(broadcast, shards.shards[name], None if tensors is None else tensors[name])
+
+
+def _send(broadcast: Callable[[Tensor], None], shard: Shard, tensor: Tensor | None) -> None:
+    # A number without dimensions is sent as one row.
+    shape = shard.shape or (1,)
+    row_bytes = max(shard.dtype.itemsize * product(shape[1:]), 1)
+    count = max(_PIECE_BYTES // row_bytes, 1)
+    for start in range(0, shape[0], count):
+        stop = min(start + count, shape[0])
+        piece = torch.empty((stop - start, *shape[1:]), dtype=shard.dtype)
+        if tensor is not None:
+            piece.copy_(tensor.view(shape)[start:stop] if not shard.shape else tensor[start:stop])
+        broadcast(piece)
+        if shard.shape:
+            shard.write_rows(piece, start)
+        else:
+            shard.write(piece[0])

@@ -28,7 +28,7 @@ from .leader import receive_adapter
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
 from .model import prepare_loading
-from .rank_weights import RankReceiver
+from .rank_weights import RankReceiver, write_everywhere
 from .ranks import commands as do
 from .ranks.groups import MOST_DESCRIPTORS, RankGroups, join_groups
 from .ranks.processes import LOAD_TIMEOUT_S
@@ -84,7 +84,7 @@ class Worker:
             case do.Resume():
                 self._memory.resume(command.tags)
             case do.NewWeights(held):
-                self._shards.write_everywhere(self._group.broadcast, None)
+                write_everywhere(self._shards, self._group.broadcast, None)
                 self._receiver.write(held)
             case do.MoveExperts():
                 move_experts(self._model.module, command.owners)

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....config import EngineConfig, ModelError, WeightsError
 from ....text.gguf_facts import LINK
@@ -33,6 +32,7 @@ from .ranks.plan import Style, check_divisible, parallel_plan
 from .shards import Box, Shard, ShardedWeights, boxes_in
 from .system_memory import zeros
 from .weights.conversion import as_parameters, split_converted
+from .whole_model import make_whole
 
 _ALONE = "set engine.tensor_parallel to 1, and engine.rank_invariant to false"
 
@@ -61,7 +61,7 @@ def load_sharded(
         )
     register_attention()
     hf_config = load_config(folder)
-    _check_supported(folder, hf_config)
+    _check_supported(folder, hf_config, config)
     check_architecture(hf_config)
     files = tensor_files(folder)
     whole = make_whole(hf_config, _dtype_of(config, hf_config, files))
@@ -71,7 +71,13 @@ def load_sharded(
     huge = config.huge_pages == "auto"
     try:
         module, weights = shard_model(
-            whole, layout, device, pipeline, expert_parallel=expert_parallel, huge_pages=huge
+            whole,
+            layout,
+            device,
+            pipeline,
+            expert_parallel=expert_parallel,
+            huge_pages=huge,
+            config=config,
         )
     except RuntimeError as error:
         raise ModelError(f"the weights in {folder} don't fit: {error}") from None
@@ -144,7 +150,7 @@ def _check_no_mixers(whole: nn.Module) -> None:
         )
 
 
-def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
+def _check_supported(folder: Path, hf_config: PreTrainedConfig, config: EngineConfig) -> None:
     reason = ""
     if (folder / LINK).is_file():
         reason = "is a GGUF file, which is read as a whole"
@@ -156,6 +162,8 @@ def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
         reason = "has quantized weights"
     elif not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         reason = "has no weights in safetensors' format"
+    elif config.quantization != "auto":
+        reason = f"gets codes (engine.quantization {config.quantization})"
     if reason:
         raise ModelError(f"{folder} {reason}, so it can't be sharded; {_ALONE}")
 
@@ -177,40 +185,6 @@ def _dtype_of(
     return torch.float32
 
 
-def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None) -> Any:
-    """Return the whole model on the meta device: it has shapes, and no numbers.
-
-    Args:
-        hf_config: Its configuration.
-        dtype: Dtype of its weights.
-        kind: Its class; that of a causal language model if None.
-
-    Raises:
-        ModelError: Transformers can't build it.
-    """
-    auto: Any = AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            make = auto.from_config if kind is None else kind._from_config
-            whole = make(hf_config, dtype=dtype, attn_implementation="eager")
-    except Exception as error:
-        raise ModelError(f"can't build {hf_config.model_type}: {error}") from error
-    _widen(whole, dtype)
-    return whole.requires_grad_(False).eval()
-
-
-def _widen(whole: Any, dtype: torch.dtype) -> None:
-    """Give weights the dtype that Transformers loads them in, if it is another: routers of some
-    mixtures of experts, and their biases, are in float32."""
-    plan: dict[str, torch.dtype] = whole._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern, by_group, _ = build_glob_alternation(list(plan))
-    for name, tensor in whole.state_dict(keep_vars=True).items():
-        if (found := pattern.search(name)) is not None and tensor.dtype.is_floating_point:
-            tensor.data = tensor.data.to(plan[by_group[found.lastgroup]])
-
-
 def shard_model(
     whole: Any,
     layout: Layout,
@@ -219,6 +193,7 @@ def shard_model(
     *,
     expert_parallel: bool = False,
     huge_pages: bool = False,
+    config: EngineConfig | None = None,
 ) -> tuple[Any, ShardedWeights]:
     """Return a model of this rank's shard, with memory for its weights, and their places.
 
@@ -229,6 +204,7 @@ def shard_model(
         pipeline: As in `load_sharded`.
         expert_parallel: Experts belong to ranks as a whole.
         huge_pages: Allocate in large pages, if available.
+        config: The settings of codes to make; None for none.
 
     Raises:
         ModelError: The model has no plan, or can't be shared evenly.
@@ -249,6 +225,10 @@ def shard_model(
         parent_name, _, own_name = name.rpartition(".")
         sharded = shard_module(module.get_submodule(name), style, layout)
         setattr(module.get_submodule(parent_name), own_name, sharded)
+    if config is not None and config.quantization != "auto":
+        from .quantized_shards import put_empty_codes
+
+        put_empty_codes(module, whole, config, absent)
     output, embedding = method_of(module.get_output_embeddings()), module.get_input_embeddings()
     tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     if tied and output is not None and isinstance(embedding, VocabParallelEmbedding):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Self
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-_PIECE_BYTES = 1 << 26
-"""Bytes of a whole tensor that are sent at a time, if one of its rows is not larger."""
+Held = Tensor | Mapping[str, Tensor]
+"""A new part in the form in which a box has it, so that only copying remains."""
 
 
-class Box(NamedTuple):
+class Box(msgspec.Struct, frozen=True):
     """A part of a whole tensor that this rank has.
+
+    A box of another form than the whole tensor's overrides all methods.
 
     Attributes:
         target: The numbers here, a view of a parameter.
@@ -25,6 +27,29 @@ class Box(NamedTuple):
 
     target: Tensor
     place: tuple[slice, ...]
+
+    @property
+    def converts(self) -> bool:
+        """Whether the numbers have another form here, which takes time to make."""
+        return False
+
+    @property
+    def fixed(self) -> str:
+        """Why no new numbers can be written; "" if they can."""
+        return ""
+
+    def hold(self, whole: Tensor) -> Held:
+        """Return a copy of the part of a whole tensor, for `put`."""
+        return (whole[self.place] if self.place else whole).clone()
+
+    def put(self, part: Held) -> None:
+        """Copy a part that is held."""
+        assert isinstance(part, Tensor)
+        self.target.copy_(part)
+
+    def read(self) -> Tensor:
+        """Return the part's numbers, in the form of the whole tensor."""
+        return self.target
 
     def write(self, part: Tensor, start: int = 0) -> None:
         """Copy rows of the part, `[rows, ...]`, of which the first one is `start`."""
@@ -67,6 +92,16 @@ class Shard(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: Callable[[], Sequence[Box]]
+
+    @property
+    def converts(self) -> bool:
+        """Whether a part has another form here."""
+        return any(box.converts for box in self.boxes())
+
+    @property
+    def fixed(self) -> str:
+        """Why no new numbers can be written; "" if they can."""
+        return next((box.fixed for box in self.boxes() if box.fixed), "")
 
     def write(self, tensor: Tensor) -> None:
         """Copy this rank's parts of a whole tensor."""
@@ -120,14 +155,14 @@ class NewShard:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[Tensor, ...]
+    parts: tuple[Held, ...]
     digest: int
     receipt: Receipt
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return _product(self.shape) * self.dtype.itemsize
+        return product(self.shape) * self.dtype.itemsize
 
 
 NewWeight = Tensor | NewShard
@@ -138,24 +173,53 @@ class ShardedWeights:
     """The whole model's tensors, and this rank's parts of them.
 
     Attributes:
-        whole: The whole model, on the meta device if this rank has a part of it.
+        whole: The whole model, on the meta device if the model here has parts of its tensors, or
+            holds them in another form.
         shards: By the names of its tensors, tied ones under each name.
+        by_rank: Whether the model is one rank's part.
+        others: Plain models that are here as a whole, and get the same new weights.
         layout: Rises when parts change places, as when experts move.
     """
 
-    def __init__(self, whole: nn.Module, shards: Mapping[str, Shard]) -> None:
+    def __init__(
+        self, whole: nn.Module, shards: Mapping[str, Shard], *, by_rank: bool = True
+    ) -> None:
         self.whole = whole
         self.shards = shards
+        self.by_rank = by_rank
+        self.others: list[nn.Module] = []
         self.layout = 0
 
     @classmethod
-    def of(cls, module: nn.Module) -> ShardedWeights:
-        """Return the weights of a model that is here as a whole."""
+    def of(cls, module: nn.Module, whole: nn.Module | None = None) -> Self:
+        """Return the weights of a model that is here as a whole.
+
+        Args:
+            module: The model.
+            whole: The same model with plain tensors, on the meta device, if `module` holds some in
+                another form; None if it holds none.
+        """
+        whole = module if whole is None else whole
+        state = whole.state_dict(keep_vars=True)
+        names: dict[int, list[str]] = {}
+        for name, tensor in state.items():
+            names.setdefault(id(tensor), []).append(name)
+
+        others: list[nn.Module] = []
+
+        def boxes(tied: Sequence[str]) -> list[Box]:
+            # One tensor of the whole model may be several here.
+            models = (module, *others)
+            found = [box for one in models for name in tied for box in boxes_in(one, name)]
+            return [*{(box.target.data_ptr(), type(box)): box for box in found}.values()]
+
         shards = {
-            name: Shard(tuple(tensor.shape), tensor.dtype, partial(boxes_in, module, name))
-            for name, tensor in module.state_dict(keep_vars=True).items()
+            name: Shard(tuple(tensor.shape), tensor.dtype, partial(boxes, names[id(tensor)]))
+            for name, tensor in state.items()
         }
-        return cls(module, shards)
+        weights = cls(whole, shards, by_rank=False)
+        weights.others = others
+        return weights
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts of whole tensors."""
@@ -169,75 +233,34 @@ class ShardedWeights:
         given = {id(own[name]) for name in own.keys() & names}
         return sorted(name for name, tensor in own.items() if id(tensor) not in given)
 
-    def parts_of(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return copies of this rank's parts of a whole tensor, for `write_parts`."""
-        return tuple(
-            tensor[place].clone() if place else tensor.clone()
-            for _, place in self.shards[name].boxes()
-        )
+    @cached_property
+    def converts(self) -> bool:
+        """Whether some tensors have another form here."""
+        return any(shard.converts for shard in self.shards.values())
 
-    def write_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+    def parts_of(self, name: str, tensor: Tensor) -> tuple[Held, ...]:
+        """Return copies of this rank's parts of a whole tensor, for `write_parts`."""
+        with torch.no_grad():
+            return tuple(box.hold(tensor) for box in self.shards[name].boxes())
+
+    def write_parts(self, parts: Mapping[str, Sequence[Held]]) -> None:
         """Copy this rank's parts of tensors, while `layout` is that of `parts_of`."""
         with torch.no_grad():
             for name, tensors in parts.items():
                 for box, tensor in zip(self.shards[name].boxes(), tensors, strict=True):
-                    box.write(tensor)
+                    box.put(tensor)
 
     def read(self) -> dict[str, Tensor]:
         """Return copies of the whole tensors, of which this rank must have every part."""
         found = {}
         for name, shard in self.shards.items():
             found[name] = whole = torch.empty(shard.shape, dtype=shard.dtype)
-            for target, place in shard.boxes():
-                whole[place] = target
+            for box in shard.boxes():
+                whole[box.place] = box.read()
         return found
 
-    def write_everywhere(
-        self, broadcast: Callable[[Tensor], None], tensors: Mapping[str, Tensor] | None
-    ) -> None:
-        """Send whole tensors from rank 0 to all ranks, each of which keeps its parts.
 
-        They are sent in pieces, so that another rank needs memory for one piece more. All ranks
-        call this between the same two steps.
-
-        Args:
-            broadcast: `RankGroup.broadcast`.
-            tensors: On rank 0 by name, as in `shards`; None on others.
-
-        Raises:
-            RankError: A rank has failed. The weights may be a mixture then.
-        """
-        names = sorted(self.shards)
-        chosen = torch.zeros(len(names), dtype=torch.uint8)
-        if tensors is not None:
-            chosen = torch.tensor([name in tensors for name in names], dtype=torch.uint8)
-        broadcast(chosen)
-        for name, is_sent in zip(names, chosen.tolist(), strict=True):
-            if is_sent:
-                self._send(broadcast, self.shards[name], None if tensors is None else tensors[name])
-
-    def _send(
-        self, broadcast: Callable[[Tensor], None], shard: Shard, tensor: Tensor | None
-    ) -> None:
-        # A number without dimensions is sent as one row.
-        shape = shard.shape or (1,)
-        row_bytes = max(shard.dtype.itemsize * _product(shape[1:]), 1)
-        count = max(_PIECE_BYTES // row_bytes, 1)
-        for start in range(0, shape[0], count):
-            stop = min(start + count, shape[0])
-            piece = torch.empty((stop - start, *shape[1:]), dtype=shard.dtype)
-            if tensor is not None:
-                piece.copy_(
-                    tensor.view(shape)[start:stop] if not shard.shape else tensor[start:stop]
-                )
-            broadcast(piece)
-            if shard.shape:
-                shard.write_rows(piece, start)
-            else:
-                shard.write(piece[0])
-
-
-def _product(numbers: Sequence[int]) -> int:
+def product(numbers: Sequence[int]) -> int:
     product = 1
     for number in numbers:
         product *= number

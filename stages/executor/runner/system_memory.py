@@ -84,21 +84,21 @@ def use_huge_pages(module: nn.Module) -> None:
     Raises:
         RuntimeError: There is not enough memory.
     """
-    files = _mapped_files()
+    files = mapped_files()
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.device.type != "cpu":
             continue
         if tensor.nbytes >= HUGE_PAGE:
             memory = zeros(tensor.shape, tensor.dtype, tensor.device, huge=True)
             memory.copy_(tensor.data)
-            _drop_pages(tensor, files)
+            drop_pages(tensor, files)
             tensor.data = memory
         else:
             # It may be a view of the file, which would stay mapped as a whole.
             tensor.data = tensor.data.clone()
 
 
-def _mapped_files() -> list[range]:
+def mapped_files() -> list[range]:
     """Return the address ranges of mapped files; empty without Linux's /proc."""
     if not _MAPS.exists():
         return []
@@ -108,7 +108,7 @@ def _mapped_files() -> list[range]:
     return [range(int(start, 16), int(end, 16)) for start, end in bounds]
 
 
-def _drop_pages(tensor: Tensor, files: list[range]) -> None:
+def drop_pages(tensor: Tensor, files: list[range]) -> None:
     """Release the whole pages of a copied tensor in a mapped file.
 
     The mapping ends with its last tensor. Until then its copied pages would stay resident.

@@ -89,7 +89,7 @@ class VisionModel:
             ModelError: Its placeholder is no token, or it has features of images that are not
                 supported.
         """
-        token_id, rows = module.config.image_token_id, module.get_input_embeddings().weight.shape[0]
+        token_id, rows = module.config.image_token_id, module.get_input_embeddings().num_embeddings
         if token_id >= rows:
             # Drafts and logprobs of prompts would look it up.
             raise ModelError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..fixed_tiles import FixedTiles
 from ..kernels import cpu
@@ -33,15 +35,39 @@ class Calls:
 
     def linear(
         self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN
-    ) -> Linear | None:
+    ) -> Callable[..., Tensor] | None:
         """Return our product of these layers; None if the modules compute theirs."""
-        return Linear(layers, kind) if self.kernels is cpu else None
+        if self.kernels is cpu:
+            return Linear(layers, kind)
+        (first, *others), plain = layers, (LinearKind.PLAIN, LinearKind.WIDE)
+        if first.codes is None or others or kind not in plain:
+            return None
+        from ..kernels import triton_quantized
+
+        return triton_quantized.Linear(first, wide=kind == LinearKind.WIDE)
 
 
 def pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:
-    """Return the weights of a module's linear layers for the kernels; none if a layer is missing
-    or the kernels don't have it."""
+    """Return the weights of a module's linear layers for the kernels; none if a layer is missing,
+    the kernels don't have it, or only some have codes."""
     methods = [method_of(getattr(module, name, None)) for name in names]
     packed = [None if method is None else method.pack() for method in methods]
     found = [each for each in packed if each is not None]
-    return found if len(found) == len(names) else []
+    alike = len({each.codes is None for each in found}) == 1
+    return found if alike and len(found) == len(names) else []
+
+
+def kind_of(activation: object) -> LinearKind | None:
+    """Return the kind of kernel that computes this activation of a gate."""
+    if not callable(activation):
+        return None
+    x = torch.linspace(-8, 8, 257)
+    known = {
+        LinearKind.GATED_SILU: F.silu(x),
+        LinearKind.GATED_TANH_GELU: F.gelu(x, approximate="tanh"),
+    }
+    output = activation(x)
+    for kind, values in known.items():
+        if torch.allclose(output, values, rtol=0, atol=1e-6):
+            return kind
+    return None

@@ -26,7 +26,7 @@ from ..linear.choose import method_of
 from ..linear.method import LinearMethod
 from ..loaded_model import LoadedModel
 from ..ranks.passing import PassingLayer
-from .calls import Calls, pack
+from .calls import Calls, kind_of, pack
 from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]
@@ -47,11 +47,18 @@ def find_patterns(
     for module in model.module.modules():
         if module in shared:
             continue
-        if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
+        if any(each.dtype != model.dtypes.weights for each in _plain_parameters(module)):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if (method := method_of(module)) is not None:
             offers = _linear(method, calls, wide=module is output)
+        elif getattr(module, "holds_experts", False):
+            from .experts import expert_pass
+
+            found = expert_pass(module, model.dtypes.activations, calls)  # type: ignore[arg-type]
+            offers = [] if found is None else [found]
+        elif hasattr(module, "holds_codes") and calls.kernels is not cpu:
+            offers = _embedding(module, model.dtypes.activations)
         elif "RMSNorm" in type(module).__name__:
             offers = [*_norm(module, calls)]
         else:
@@ -62,6 +69,13 @@ def find_patterns(
             offers = next(filter(None, (*patterns, _gated_mlp(module, calls))), [])
         if offers:
             yield module, offers
+
+
+def _plain_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Iterate over the parameters that are no codes."""
+    for part in module.modules():
+        if not getattr(part, "holds_codes", False):
+            yield from part.parameters(recurse=False)
 
 
 def _linear(method: LinearMethod, calls: Calls, *, wide: bool) -> list[Forward]:
@@ -76,6 +90,14 @@ def _linear(method: LinearMethod, calls: Calls, *, wide: bool) -> list[Forward]:
         return fast(_rows(x)).view(*x.shape[:-1], packed.outputs)
 
     return [forward]
+
+
+def _embedding(module: nn.Module, dtype: torch.dtype) -> list[Forward]:
+    if getattr(module, "plain", module) is not None:
+        return []  # it does more than look up rows
+    from ..kernels.triton_quantized import Embedding
+
+    return [Embedding(module._parameters, module.form, dtype)]  # type: ignore[arg-type]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -107,7 +129,7 @@ def _gated_mlp(module: nn.Module, calls: Calls) -> list[Forward]:
 def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None:
     """Return a gated MLP's pass up to its last layer, on `[tokens, hidden]`."""
     packed = pack(module, _GATED)
-    kind = _kind_of(getattr(module, "act_fn", None))
+    kind = kind_of(getattr(module, "act_fn", None))
     if not packed or method_of(getattr(module, "down_proj", None)) is None or kind is None:
         return None
     if any(layer.parameters["bias"] is not None for layer in packed):
@@ -122,22 +144,6 @@ def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None
         return product
 
     return gated
-
-
-def _kind_of(activation: object) -> LinearKind | None:
-    """Return the kind of kernel that computes this activation."""
-    if not callable(activation):
-        return None
-    x = torch.linspace(-8, 8, 257)
-    known = {
-        LinearKind.GATED_SILU: F.silu(x),
-        LinearKind.GATED_TANH_GELU: F.gelu(x, approximate="tanh"),
-    }
-    output = activation(x)
-    for kind, values in known.items():
-        if torch.allclose(output, values, rtol=0, atol=1e-6):
-            return kind
-    return None
 
 
 def _attention(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forward]:
@@ -488,7 +494,7 @@ def _layer_parts(
         if packed is None:
             return None
         sums[role] = LinearSum(packed)
-    kind = _kind_of(mlp.act_fn)
+    kind = kind_of(mlp.act_fn)
     assert kind is not None
     norms = {"first": layer.first, "second": layer.second}
     gated = Linear(pack(mlp, _GATED), kind)

@@ -22,6 +22,37 @@ INLINE Floats load_floats(const float *p) {
     return (Floats){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
 }
 
+// 16 numbers of other types.
+INLINE Floats load_halves(const uint16_t *p) {
+    return (Floats){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                    _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+
+INLINE __m256 eight_bfloats(const uint16_t *p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return (__m256)_mm256_slli_epi32(wide, 16);
+}
+
+INLINE Floats load_bfloats(const uint16_t *p) {
+    return (Floats){eight_bfloats(p), eight_bfloats(p + 8)};
+}
+
+INLINE __m256 eight_bytes(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
+INLINE Floats load_bytes(const int8_t *p) { return (Floats){eight_bytes(p), eight_bytes(p + 8)}; }
+
+INLINE __m256 eight_exponents(const uint8_t *p) {
+    const __m256i n = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    return (__m256)_mm256_max_epi32(_mm256_slli_epi32(n, 23), _mm256_set1_epi32(1 << 22));
+}
+
+// 2^(n - 127) of bytes n: infinity of the last one.
+INLINE Floats load_exponents(const uint8_t *p) {
+    return (Floats){eight_exponents(p), eight_exponents(p + 8)};
+}
+
 INLINE Floats load_floats_some(const float *p, Mask mask) {
     if (mask == 0xffff) return load_floats(p);
     return (Floats){_mm256_maskload_ps(p, lanes_of(mask, 0)),

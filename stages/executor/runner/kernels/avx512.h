@@ -14,6 +14,27 @@ INLINE Floats load_floats(const float *p) { return _mm512_loadu_ps(p); }
 
 INLINE Floats load_floats_some(const float *p, Mask mask) { return _mm512_maskz_loadu_ps(mask, p); }
 
+// 16 numbers of other types.
+INLINE Floats load_halves(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+INLINE Floats load_bfloats(const uint16_t *p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return (__m512)_mm512_slli_epi32(wide, 16);
+}
+
+INLINE Floats load_bytes(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
+// 2^(n - 127) of bytes n: infinity of the last one.
+INLINE Floats load_exponents(const uint8_t *p) {
+    const __m512i n = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    const __m512i bits = _mm512_max_epi32(_mm512_slli_epi32(n, 23), _mm512_set1_epi32(1 << 22));
+    return (__m512)bits;
+}
+
 // Those of `over` in the other lanes.
 INLINE Floats load_floats_over(Floats over, const float *p, Mask mask) {
     return _mm512_mask_loadu_ps(over, mask, p);

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_long, c_void_p
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,9 @@ from .compile import (
     digest_of,
     load_library,
 )
+
+if TYPE_CHECKING:
+    from .codes import CodesArgument
 
 MOST_INSTRUCTIONS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 """oneDNN's limit for PyTorch's own products. Here it decides whether AMX is used, and whether
@@ -68,6 +71,7 @@ class _Linear(ctypes.Structure):
         ("parts", c_long),
         ("inputs", c_long),
         ("kind", c_long),
+        ("codes", c_void_p * 4),
     )
 
 
@@ -220,7 +224,11 @@ class Linear:
     """
 
     def __init__(self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN) -> None:
-        """Take one to four layers; their weights are used in place."""
+        """Take one to four layers, all with codes or none; their weights are used in place.
+
+        Raises:
+            KernelsUnavailable: The kernels don't have these codes.
+        """
         self.parameters = [layer.parameters for layer in layers]
         self.dtype = layers[0].dtype
         self._run = library(self.dtype).linear
@@ -233,17 +241,27 @@ class Linear:
         self._arguments.outputs[: len(layers)] = outputs
         self.argument = ctypes.addressof(self._arguments)
         self._addresses: list[int] = []
+        self._name = "weight"
+        self._codes: list[CodesArgument] = []
+        if layers[0].codes is not None:
+            from . import codes
+
+            self._name = "codes"
+            self._codes = [codes.CodesArgument(layer) for layer in layers]
+            self._arguments.codes[: len(layers)] = [each.argument for each in self._codes]
 
     def find_weights(self) -> None:
         """Update the weights' addresses: a trainer that shares the model may replace them."""
         addresses = []
         for parameters in self.parameters:
-            weight, bias = parameters["weight"], parameters["bias"]
+            weight, bias = parameters[self._name], parameters["bias"]
             addresses += [weight.data_ptr(), 0 if bias is None else bias.data_ptr()]  # type: ignore
         if addresses != self._addresses:
             self._addresses = addresses
             self._arguments.weight[: len(self.parameters)] = addresses[0::2]
             self._arguments.bias[: len(self.parameters)] = addresses[1::2]
+        for each in self._codes:
+            each.find_weights()
 
     def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
         """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape; all contiguous.

@@ -2,6 +2,8 @@
 
 enum { PLAIN, WIDE, GATED_SILU, GATED_TANH_GELU, GATED_SIGMOID };
 
+typedef struct Codes Codes;
+
 // One or more linear layers over the same rows, their outputs side by side. The gated kinds have
 // two parts, gate and up, without bias, and one output, act(gate) * up. WIDE writes floats,
 // rounded to numbers.
@@ -12,6 +14,7 @@ typedef struct {
     long parts;
     long inputs;
     long kind;
+    const Codes *codes[4];  // in place of all weights, or NULL
 } Linear;
 
 INLINE Floats activate(Floats x, long kind) {
@@ -69,13 +72,17 @@ typedef struct {
     long size, count;
 } Chunks;
 
-INLINE Chunks chunks_of(const Linear *l, long tile) {
-    const long outputs = row_width(l), threads = omp_get_num_threads();
-    const long bytes = sizeof(number) * l->inputs * (l->kind >= GATED_SILU ? 2 : 1);
+INLINE Chunks chunks_for(long outputs, long bytes, long tile) {
+    const long threads = omp_get_num_threads();
     const long turns = (outputs * bytes + threads * CHUNK_BYTES / 2) / (threads * CHUNK_BYTES);
     const long count = larger(turns, 1) * threads;
     const long size = larger((outputs + count * tile - 1) / (count * tile), 1) * tile;
     return (Chunks){size, (outputs + size - 1) / size};
+}
+
+INLINE Chunks chunks_of(const Linear *l, long tile) {
+    const long bytes = sizeof(number) * l->inputs * (l->kind >= GATED_SILU ? 2 : 1);
+    return chunks_for(row_width(l), bytes, tile);
 }
 
 // The outputs of a part in a chunk, and the part's offset in the row.
@@ -99,8 +106,31 @@ INLINE long block_of(const Linear *l, long rows, long bytes, long least, long ti
     return larger((rows + blocks - 1) / blocks + tile - 1, tile) / tile * tile;
 }
 
+// Computes and stores 16 outputs of a row from their products, or fewer by the mask; gated kinds
+// with `ups`.
+INLINE void put_outputs(const Linear *l, long part, Floats products, Floats ups, Target to,
+                        long column, Mask mask) {
+    if (l->bias[part]) products = add(products, load_wide_some(l->bias[part] + column, mask));
+    if (l->kind >= GATED_SILU)
+        products = multiply(rounded(activate(rounded(products), l->kind)), rounded(ups));
+    if (to.added) products = add(rounded(products), load_wide_some(to.added + column, mask));
+    if (l->kind == WIDE)
+        store_floats_some((float *)to.out + column, mask, rounded(products));
+    else
+        store_narrow_some((number *)to.out + column, mask, products);
+}
+
+#include "codes.h"
 #ifdef TILES
 #include "linear_tiles.h"
 #else
 #include "linear_vectors.h"
 #endif
+
+static void linear_by_team(const Linear *l, const number *x, long rows, const number *added,
+                           void *out) {
+    if (l->codes[0])
+        codes_by_team(l, x, rows, added, out);
+    else
+        dense_by_team(l, x, rows, added, out);
+}

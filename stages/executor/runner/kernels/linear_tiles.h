@@ -102,22 +102,6 @@ INLINE void sum_group(int two, int two_rows, const Group *g, long start, long st
         sum_tiles(two, two_rows, g, from, start, stop, rows, x, ahead, sums);
 }
 
-// Computes and stores outputs from 16 products of a row, or fewer by the mask; gated kinds with
-// `ups`.
-INLINE void put_products(const Linear *l, long part, __m512 products, __m512 ups, Target to,
-                         long column, __mmask16 mask) {
-    if (l->bias[part])
-        products = _mm512_add_ps(products, load_wide_some(l->bias[part] + column, mask));
-    if (l->kind >= GATED_SILU)
-        products = _mm512_mul_ps(rounded(activate(rounded(products), l->kind)), rounded(ups));
-    if (to.added)
-        products = _mm512_add_ps(rounded(products), load_wide_some(to.added + column, mask));
-    if (l->kind == WIDE)
-        _mm512_mask_storeu_ps((float *)to.out + column, mask, rounded(products));
-    else
-        store_narrow_some((number *)to.out + column, mask, products);
-}
-
 // A tile of sums by rows: each vector has all outputs of one.
 INLINE void load_sums(const float *sums, long outputs, __m512 *rows) {
     UNROLL
@@ -162,9 +146,9 @@ INLINE void put_tile(const Linear *l, long part, const Group *g, const float *su
         if (g->two) load_sums(others + i * SUMS, g->outputs, second);
         for (long row = 0; row < TILE && row < rows; row++) {
             const Target here = at_row(to, row, width);
-            put_products(l, part, products[row], second[row], here, column, mask);
+            put_outputs(l, part, products[row], second[row], here, column, mask);
             if (g->two && !gated)
-                put_products(l, part, second[row], second[row], here, other, other_mask);
+                put_outputs(l, part, second[row], second[row], here, other, other_mask);
         }
     }
 }
@@ -228,8 +212,8 @@ static void multiply_block(const Linear *l, long part, const LaidOut *rows, Targ
     _tile_release();
 }
 
-static void linear_by_team(const Linear *l, const number *x, long rows, const number *added,
-                           void *out) {
+static void dense_by_team(const Linear *l, const number *x, long rows, const number *added,
+                          void *out) {
     const long k = l->inputs, steps = (k + WIDTH - 1) / WIDTH;
     const long width = output_width(l);
     const long block = block_of(l, rows, BLOCK_BYTES, 4 * TILE, 2 * TILE);

@@ -290,8 +290,8 @@ static void multiply_block(const Linear *l, long part, const Operand *x, Target 
     }
 }
 
-static void linear_by_team(const Linear *l, const number *x, long rows, const number *added,
-                           void *out) {
+static void dense_by_team(const Linear *l, const number *x, long rows, const number *added,
+                          void *out) {
     const long k = l->inputs, width = output_width(l);
     const Chunks chunks = chunks_of(l, 16);
     const long block = block_of(l, rows, BLOCK_BYTES, 66, MOST_ROWS),

@@ -73,6 +73,13 @@ class Codes(msgspec.Struct, frozen=True):
     numbers: Numbers = "integer"
 
     @property
+    def name(self) -> str:
+        """A short name: numbers and bits of the codes, and the inputs of a group if a scale is not
+        for all: "int4-128"."""
+        kind = "fp" if self.numbers != "integer" else "table" if self.table else "int"
+        return f"{kind}{self.bits}" + (f"-{self.group}" if self.groups > 1 else "")
+
+    @property
     def groups(self) -> int:
         """Groups of inputs."""
         return -(-self.inputs // self.group)
@@ -140,13 +147,14 @@ def pack_plain(form: Codes, plain: PlainCodes) -> dict[str, Tensor]:
         "offsets" and "offset_factors" likewise. Padded weights are meaningless:
         activations are 0 there, and outputs are dropped.
     """
-    codes = F.pad(plain.codes, (0, form.padded_inputs - form.inputs))
-    codes = _by_panel(codes, form.panels)  # [panels, inputs, PANEL]
-    panels, inputs = codes.shape[:2]
-    codes = codes.view(panels, inputs // STEP, STEP, PANEL).transpose(2, 3)
+    codes = F.pad(plain.codes, (0, form.padded_inputs - form.inputs)).contiguous()
     if form.bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    tensors = {"codes": codes.contiguous()}
+        codes = codes.view(form.outputs, -1, 2, STEP)
+        codes = (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1)
+    # Four bytes that stay together move as one number.
+    steps = _copied(_by_panel(codes.view(torch.int32), form.panels))
+    codes = steps.view(torch.uint8).view(*steps.shape, STEP)
+    tensors = {"codes": codes}
     for name, scales in (("scale", plain.scales), ("offset", plain.offsets)):
         if scales is not None:
             tensors[f"{name}s"] = _by_panel(scales.values, form.panels).contiguous()
@@ -176,11 +184,39 @@ def unpack(
     return unpack_plain(own, _plain_of(own, {name: each[part] for name, each in tensors.items()}))
 
 
-def _plain_of(form: Codes, tensors: Mapping[str, Tensor]) -> PlainCodes:
-    codes = tensors["codes"]
+def unpack_rows(form: Codes, tensors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+    """Return the weights of some outputs, `[rows, inputs]` float32, exactly.
+
+    Args:
+        form: The form of the weights.
+        tensors: As `pack_plain` returns them.
+        rows: The outputs, `[rows]`.
+    """
+    panels, lanes = rows // PANEL, rows % PANEL
+    codes = tensors["codes"][panels, :, lanes]  # [rows, steps, STEP]
     if form.bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1, 2)
-    codes = _by_output(codes.transpose(2, 3).flatten(1, 2), form.outputs)
+        codes = torch.stack((codes & 15, codes >> 4), 2)
+
+    def scales(name: str) -> Scales | None:
+        values, factors = tensors.get(f"{name}s"), tensors.get(f"{name}_factors")
+        if values is None:
+            return None
+        wanted = None if factors is None else factors[panels, :, lanes]
+        return Scales(values[panels, :, lanes], wanted)
+
+    found = scales("scale")
+    assert found is not None
+    plain = PlainCodes(codes.flatten(1)[:, : form.inputs], found, scales("offset"))
+    return unpack_plain(form, plain)
+
+
+def _plain_of(form: Codes, tensors: Mapping[str, Tensor]) -> PlainCodes:
+    # Four bytes that stay together move as one number.
+    steps = tensors["codes"].view(torch.int32).squeeze(-1)
+    codes = _copied(_by_output(steps, form.outputs)).view(torch.uint8)
+    if form.bits == 4:
+        halves = codes.view(form.outputs, -1, 1, STEP)
+        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
 
     def scales(name: str) -> Scales | None:
         values, factors = tensors.get(f"{name}s"), tensors.get(f"{name}_factors")
@@ -192,6 +228,11 @@ def _plain_of(form: Codes, tensors: Mapping[str, Tensor]) -> PlainCodes:
     found = scales("scale")
     assert found is not None
     return PlainCodes(codes[:, : form.inputs], found, scales("offset"))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy whose last dimension has a stride of 1, of one number too."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _by_panel(rows: Tensor, panels: int) -> Tensor:

@@ -10,10 +10,15 @@ from .method import LinearMethod, Packed
 
 
 class DenseLinear(LinearMethod):
-    """An `nn.Linear`, or GPT-2's `Conv1D`, whose weight is `[in, out]`: only torch has that one."""
+    """An `nn.Linear`, or GPT-2's `Conv1D`, whose weight is `[in, out]`: only torch has that one.
+
+    Attributes:
+        transposed: Whether the weight is `[in, out]`.
+    """
 
     def __init__(self, module: nn.Linear | Conv1D) -> None:
         self._module = module
+        self.transposed = not isinstance(module, nn.Linear)
         if isinstance(module, nn.Linear):
             self.can_shard = True
             self.inputs, self.outputs = module.in_features, module.out_features

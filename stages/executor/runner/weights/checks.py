@@ -119,6 +119,17 @@ def is_finite(tensor: object) -> bool:
     return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
+def check_open(name: str, shard: Shard) -> None:
+    """Raises WeightsError for a weight whose codes can't be made anew."""
+    if why := shard.fixed:
+        raise WeightsError(
+            f"{shown(name)} can't be replaced: {why}, so no rule makes codes of new weights; serve "
+            "the unquantised checkpoint, with engine.quantization int8 or int4 for codes of its "
+            "weights",
+            code="weights_quantized",
+        )
+
+
 def check_fits(name: str, tensor: object, own: Tensor | Shard) -> None:
     """Raises WeightsError for another shape or kind of number than the module's."""
     if not isinstance(tensor, Tensor | NewShard) or tuple(tensor.shape) != tuple(own.shape):

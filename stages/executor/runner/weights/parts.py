@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .....config import WeightsError
 from ..shards import NewShard, NewWeight, Receipt, ShardedWeights
-from .checks import check_fits, digest_of, is_finite, not_finite
+from .checks import check_fits, check_open, digest_of, is_finite, not_finite
 from .conversion import PartsMissing, as_parameters, split_converted
 
 
@@ -26,7 +26,13 @@ class PartsTaker:
     """
 
     def __init__(
-        self, shards: ShardedWeights, names: Sequence[str], receipt: Receipt, *, checks: bool
+        self,
+        shards: ShardedWeights,
+        names: Sequence[str],
+        receipt: Receipt,
+        *,
+        checks: bool,
+        checkpoint: bool = False,
     ) -> None:
         """Begin.
 
@@ -35,6 +41,7 @@ class PartsTaker:
             names: Names of all tensors that will come.
             receipt: For `parts`.
             checks: Whether to look at the numbers too, as one rank does for all.
+            checkpoint: As in `as_parameters`.
         """
         self.error: WeightsError | None = None
         self.left: dict[str, Tensor] = {}
@@ -44,7 +51,7 @@ class PartsTaker:
         self._not_finite: list[str] = []
         state = shards.whole.state_dict(keep_vars=True)
         # Names decide, as in `as_parameters`.
-        known = all(name in state for name in names)
+        known = not checkpoint and all(name in state for name in names)
         groups = {} if known else split_converted(shards, names)[1]
         self._group_of = {name: group for group, members in groups.items() for name in members}
         self._missing = Counter(self._group_of.values())
@@ -102,9 +109,13 @@ class PartsTaker:
     def _keep(self, name: str, tensor: Tensor) -> None:
         shard = self._shards.shards[name]
         check_fits(name, tensor, shard)
+        check_open(name, shard)
         tensor = tensor.to(shard.dtype)
-        if self._checks and name in self._parameters and not is_finite(tensor):
+        # Numbers that are not finite have no codes.
+        checks = self._checks or shard.converts
+        if checks and name in self._parameters and not is_finite(tensor):
             self._not_finite.append(name)
+            return
         self._parts[name] = NewShard(
             shard.shape,
             shard.dtype,

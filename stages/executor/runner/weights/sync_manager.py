@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
-from ..shards import NewShard, NewWeight, ShardedWeights
+from ..shards import NewShard, NewWeight, Receipt, ShardedWeights
 from .checks import (
     WeightLimits,
     busy,
     check_fits,
+    check_open,
     check_stored,
     digest_of,
     is_finite,
     limits_of,
     not_finite,
 )
-from .conversion import as_parameters
+
+if TYPE_CHECKING:
+    from .parts import PartsTaker
 
 
 class WeightSyncManager:
@@ -52,7 +56,8 @@ class WeightSyncManager:
         Args:
             module: The module.
             limits: Limits of new weights; None derives them from the model.
-            shards: If the module is one rank's shard: new weights are those of the whole model.
+            shards: If the module is one rank's shard, or holds tensors in another form: new weights
+                are those of the whole model.
             write: Copies new weights to all ranks; None for this one only.
         """
         self._shards = ShardedWeights.of(module) if shards is None else shards
@@ -80,6 +85,26 @@ class WeightSyncManager:
         return any(isinstance(each, NewShard) for each in pending)
 
     @property
+    def converts(self) -> bool:
+        """Whether new weights get another form, which `taker` makes of each tensor as it comes.
+
+        Ranks make it when they get their parts of the whole tensors.
+        """
+        return self._write_everywhere is None and self._shards.converts
+
+    def taker(self, names: Sequence[str], *, checkpoint: bool = False) -> PartsTaker:
+        """Return an object that takes tensors one by one, in place of `prepare` for all.
+
+        Args:
+            names: Names of all tensors that will come.
+            checkpoint: As for `prepare`.
+        """
+        from .parts import PartsTaker
+
+        receipt = Receipt(0, self._shards.layout)
+        return PartsTaker(self._shards, names, receipt, checks=True, checkpoint=checkpoint)
+
+    @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return next(self._module.parameters()).device
@@ -105,7 +130,7 @@ class WeightSyncManager:
     @torch.no_grad()
     def prepare(
         self, new_weights: Mapping[str, NewWeight], *, checkpoint: bool = False
-    ) -> dict[str, NewWeight]:
+    ) -> Mapping[str, NewWeight]:
         """Convert new weights to the module's names and dtypes, so that only copying remains.
 
         May run on another thread, beside the forward pass.
@@ -117,6 +142,8 @@ class WeightSyncManager:
         Raises:
             WeightsError: They don't fit this model, or are not finite.
         """
+        from .conversion import as_parameters
+
         check_stored(new_weights)
         # Those that ranks have received by themselves are prepared.
         prepared: dict[str, NewWeight] = {
@@ -131,7 +158,7 @@ class WeightSyncManager:
                 tensor = tensor.to(own[name].dtype)
             prepared[name] = tensor
         self._check_numbers(prepared)
-        return prepared
+        return self._converted(prepared)
 
     def covers(self, new_weights: Mapping[str, NewWeight]) -> bool:
         """Return whether they replace every parameter."""
@@ -162,11 +189,13 @@ class WeightSyncManager:
         version = self.check_version(version)
         check_stored(new_weights)
         if whole := _whole_ones(new_weights):
+            from .conversion import as_parameters
+
             received = {name: each for name, each in new_weights.items() if name not in whole}
             new_weights = {**received, **as_parameters(self._whole, whole)}
         self.check(new_weights, partial=partial)
         self.check_complete(new_weights)
-        self._pending = self._apart(new_weights), version
+        self._pending = self._converted(self._apart(new_weights)), version
         return version
 
     def check_version(self, version: int | None) -> int:
@@ -284,12 +313,28 @@ class WeightSyncManager:
         first_of: dict[int, str] = {}
         for name, tensor in new_weights.items():
             check_fits(name, tensor, own[name])
+            check_open(name, self._shards.shards[name])
             first = first_of.setdefault(id(own[name]), name)
             if first != name and not _same(tensor, new_weights[first]):
                 raise WeightsError(
                     f"the new weights don't fit: {first!r} and {name!r} are one tensor in this "
                     "model, and differ; tie them in the trainer too"
                 )
+
+    def _converted(self, new_weights: Mapping[str, NewWeight]) -> Mapping[str, NewWeight]:
+        """Give tensors the form that the module holds them in. Raises WeightsError as `prepare`."""
+        if not self.converts:
+            return new_weights
+        shards = self._shards.shards
+        names = [
+            name for name in _whole_ones(new_weights) if name in shards and shards[name].converts
+        ]
+        taker = self.taker(names)
+        for name in names:
+            tensor = new_weights[name]
+            assert isinstance(tensor, Tensor)
+            taker.take(name, tensor)
+        return {**new_weights, **taker.parts()}
 
     def _check_numbers(self, new_weights: Mapping[str, NewWeight]) -> None:
         """Raises WeightsError for parameters that are not finite; buffers may be, such as masks."""
@@ -335,6 +380,9 @@ class WeightSyncManager:
             self._write_everywhere(new_weights)
             return
         self._shards.write(_whole_ones(new_weights))
+        self._shards.write_parts(
+            {name: each.parts for name, each in new_weights.items() if isinstance(each, NewShard)}
+        )
 
 
 def weights_lost(why: str) -> WeightsError:

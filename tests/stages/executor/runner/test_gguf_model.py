@@ -1,7 +1,8 @@
-"""Models from GGUF files: the same weights and tokens as Transformers' own from the same file."""
+"""Models from GGUF files: the same weights and tokens as Transformers' own, which unpacks them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
+from nano_inference.stages.executor.runner.linear.formats.gguf import KINDS as KEPT
 from nano_inference.text import gguf as our_gguf
+from nano_inference.text.gguf_header import read_header
 
 from ....gguf_files import nothing, write_gguf
 from ....soaking import in_soak
@@ -24,8 +27,9 @@ from .test_loading import same_weights
 
 I8 = gguf.GGMLQuantizationType.I8
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
-PROMPTS = ([28, 27, 284, 224, 21, 24, 285], [5, 6, 7], [100])
+PROMPTS = ([28, 27, 184, 124, 21, 24, 185], [5, 6, 7], [100])
 NEW_TOKENS = 24
+PLAIN = ("norm.weight", "bias")
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +38,101 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(our_gguf, "_cache_folder", lambda: tmp_path / "kept")
 
 
+def generated(
+    core: ExecutorCore, prompts: Sequence[list[int]], new_tokens: int = NEW_TOKENS
+) -> list[Generation]:
+    greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    generations = [Generation(i, prompt, greedy) for i, prompt in enumerate(prompts)]
+    Planner(core).run(generations)
+    return generations
+
+
+def core_of(path: Path, **settings: Any) -> ExecutorCore:
+    fixed: dict[str, Any] = {"block_size": 4, "max_model_len": 64, "device": "cpu"}
+    return ExecutorCore(EngineConfig(model_path=str(path), **fixed, **settings))
+
+
 def ours(path: Path, **settings: Any) -> list[list[int]]:
-    config = EngineConfig(
-        model_path=str(path),
-        block_size=4,
-        max_model_len=64,
-        device="cpu",
-        dtype="float32",
-        **settings,
+    core = core_of(path, dtype="float32", **settings)
+    return [generation.token_ids for generation in generated(core, PROMPTS)]
+
+
+class AllTypes:
+    """Each type in turn, for the matrices of a file."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, str] = {}
+
+    def __call__(self, name: str) -> str:
+        kinds = [*KEPT, "TQ2_0"]
+        return self.taken.setdefault(name, kinds[len(self.taken) % len(kinds)])
+
+
+@pytest.fixture(scope="module")
+def all_types(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with matrices of all types, also the embedding and the output layer."""
+    folder = tmp_path_factory.mktemp("all-types")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    make_model("llama", **sizes, head_dim=64).save_pretrained(folder / "source")
+    kinds = AllTypes()
+    path = write_gguf(
+        folder / "m.gguf",
+        kinds,
+        folder=folder / "source",
+        architecture="llama",
+        tokenizer=nothing,
     )
-    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    generations = [Generation(i, prompt, greedy) for i, prompt in enumerate(PROMPTS)]
-    Planner(ExecutorCore(config)).run(generations)
-    return [generation.token_ids for generation in generations]
+    assert {*kinds.taken.values()} == {*KEPT, "TQ2_0"}
+    return path
+
+
+def test_logits_of_each_type_are_those_of_unpacked_weights(all_types: Path) -> None:
+    options: dict[str, Any] = {"gguf_file": "m.gguf", "dtype": torch.float32}
+    wanted = AutoModelForCausalLM.from_pretrained(
+        all_types.parent, attn_implementation="eager", **options
+    )
+    loaded = load(all_types, dtype="float32")
+    assert loaded.checkpoint_format == f"GGUF {', '.join(sorted(KEPT))}"
+    assert loaded.checkpoint_notes == (
+        "tensors in TQ2_0 are unpacked to plain weights, some or all",
+    )
+    # All but the one in TQ2_0, with the embedding and the output layer.
+    assert sum(hasattr(each, "form") for each in loaded.module.modules()) == 15
+    loaded.module.set_attn_implementation("eager")
+    tokens = torch.tensor([PROMPTS[0]])
+    found, logits = (model(input_ids=tokens).logits for model in (loaded.module, wanted))
+    assert logits.std() > 1
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-3)
+
+
+def test_bits_are_the_same_in_any_batch(all_types: Path) -> None:
+    core = core_of(all_types, deterministic=True)
+    together = generated(core, PROMPTS, 6)
+    for generation, prompt in zip(together, PROMPTS, strict=True):
+        (alone,) = generated(core_of(all_types, deterministic=True), [prompt], 6)
+        assert alone.logprobs == generation.logprobs
+        assert alone.token_ids == generation.token_ids
+
+
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "Q4_0")
+    place = read_header(path).tensors["blk.1.ffn_up.weight"].start
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(np.float16("nan").tobytes())
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj .* scales .* not numbers"):
+        load(path)
+
+
+def test_codes_of_codes_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "Q4_0")
+    with pytest.raises(ModelError, match=r"engine.quantization int8: .* already \(Q4_0\)"):
+        load(path, quantization="int8")
+
+
+def test_codes_are_made_of_a_file_of_floats(tmp_path: Path) -> None:
+    loaded = load(write_gguf(tmp_path / "m.gguf", "F16"), quantization="int8")
+    assert loaded.module.model.layers[0].mlp.up_proj.form.bits == 8
 
 
 @pytest.mark.parametrize("kind", [kind if kind == "Q4_0" else in_soak(kind) for kind in KINDS])
@@ -88,7 +174,8 @@ def test_the_type_of_the_weights(
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", kind)
     loaded = load(path, dtype=dtype)
-    assert {parameter.dtype for parameter in loaded.module.parameters()} == {expected}
+    plain = [each for name, each in loaded.module.named_parameters() if name.endswith(PLAIN)]
+    assert {parameter.dtype for parameter in plain} == {expected}
     assert loaded.dtypes.weights == expected
 
 
@@ -118,7 +205,7 @@ def test_a_gguf_file_with_too_few_parameters_is_refused(
         writer.add_feed_forward_length(2_000_000)
         writer.add_tensor("large", np.zeros(2_000_000, np.int8), raw_dtype=I8)
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(Qwen2ForCausalLM, "from_pretrained", None)
     path = write_gguf(tmp_path / "m.gguf", "F16", change=change)
     with pytest.raises(ModelError, match=r"describes a model of \d+ parameters, .* have \d+"):
         load(path)

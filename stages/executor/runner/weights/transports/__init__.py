@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from ......bus.weights import (
     FolderWeights,
     GroupWeights,
@@ -15,13 +17,14 @@ from ......bus.weights import (
 )
 from ......config import WeightsError
 from ...shards import NewWeight
-from ..checks import UNLIMITED, WeightLimits
-from .folder import read_folder
+from ..checks import UNLIMITED, WeightLimits, check_stored
+from .folder import read_folder, read_folder_each
 from .group import Sending as Sending
 from .group import WeightGroups as WeightGroups
 from .group import WeightsGroup as WeightsGroup
+from .layout import Begin
 from .shared_memory import SharedWeights as SharedWeights
-from .shared_memory import read_shared_memory
+from .shared_memory import read_shared_memory, read_shared_memory_each
 
 
 def fetch(
@@ -57,3 +60,29 @@ def fetch(
                 "new weights are a state dict, FolderWeights(path), SharedWeights(...).source or "
                 f"WeightsGroup(...).broadcast(...).source, not {type(source).__name__}"
             )
+
+
+def fetch_each(
+    source: WeightsSource | StagedWeights,
+    groups: WeightGroups,
+    timeout_s: float,
+    limits: WeightLimits,
+    begin: Begin,
+) -> None:
+    """Fetch the tensors like `fetch`, but hand over each when it has come, so that not all are in
+    memory at once."""
+    match source:
+        case FolderWeights(path):
+            read_folder_each(path, limits, begin)
+        case SharedMemoryWeights():
+            read_shared_memory_each(source, limits, begin)
+        case GroupWeights():
+            take = begin([meta.name for meta in source.tensors])
+            groups.receive_each(source, timeout_s, limits, take)
+        case _:
+            tensors = fetch(source, groups, timeout_s, limits)
+            check_stored(tensors)
+            take = begin([*tensors])
+            for name, tensor in tensors.items():
+                assert isinstance(tensor, Tensor)  # no parts outside of groups
+                take(name, tensor)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -21,7 +22,7 @@ from ......bus.weights import TensorMeta
 from ......config import WeightsError, cut, shown
 from ...checkpoint import INDEX, UNREADABLE, WEIGHTS, Index
 from ..checks import UNLIMITED, WeightLimits
-from .layout import as_tensor, dtype_of, read_file, sizes_of, unhurried
+from .layout import Begin, as_tensor, dtype_of, read_file, sizes_of, unhurried
 
 _DTYPES = {
     "F64": "float64",
@@ -53,6 +54,15 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+class _Layout(NamedTuple):
+    """The tensors of a file, and their bounds in its `num_bytes` after `first`."""
+
+    metas: list[TensorMeta]
+    places: list[tuple[int, int]]
+    first: int
+    num_bytes: int
+
+
 # Raw: names are counted before their values are decoded.
 _names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _entry = msgspec.json.Decoder(_Entry)
@@ -74,26 +84,47 @@ def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor
             limits are exceeded.
     """
     tensors: dict[str, Tensor] = {}
+    with readable(path):
+        for file, layout in _laid_out(path, limits):
+            tensors |= _read(file, layout)
+    return tensors
+
+
+def read_folder_each(path: str, limits: WeightLimits, begin: Begin) -> None:
+    """Read the tensors like `read_folder`, but hand over each when it has come."""
+    with readable(path):
+        found = _laid_out(path, limits)
+        take = begin([meta.name for _, layout in found for meta in layout.metas])
+        for path_of, layout in found:
+            with opened(path_of) as file:
+                for meta, (start, end) in unhurried(zip(layout.metas, layout.places, strict=True)):
+                    data = read_file(file, layout.first + start, end - start)
+                    take(meta.name, as_tensor(data, meta))
+
+
+def _laid_out(path: str, limits: WeightLimits) -> list[tuple[Path, _Layout]]:
+    """Return the files to read, and the places of their tensors."""
+    found: list[tuple[Path, _Layout]] = []
     file_of: dict[str, str] = {}
     num_bytes = 0
-    with readable(path):
-        files, index = _files(Path(path), limits)
-        for file in files:
-            left = WeightLimits(limits.tensors - len(tensors), limits.num_bytes - num_bytes)
-            part, length = _read(file, left)
-            if twice := tensors.keys() & part.keys():
-                name = shown(min(twice))
-                raise WeightsError(f"{_named(file)} has {name}, which is also in another file")
-            tensors |= part
-            file_of |= dict.fromkeys(part, file.name)
-            num_bytes += length
+    files, index = _files(Path(path), limits)
+    for file in files:
+        left = WeightLimits(limits.tensors - len(file_of), limits.num_bytes - num_bytes)
+        layout = _lay_out(file, left)
+        names = [meta.name for meta in layout.metas]
+        if twice := file_of.keys() & set(names):
+            name = shown(min(twice))
+            raise WeightsError(f"{_named(file)} has {name}, which is also in another file")
+        file_of |= dict.fromkeys(names, file.name)
+        num_bytes += layout.num_bytes
+        found.append((file, layout))
     for name, shard in unhurried(index.items()):
         if file_of.get(name) != shard:
             raise WeightsError(
                 f"{INDEX} says that {shown(name)} is in {shown(shard)}, where it is not; the two "
                 "are not of one checkpoint, so write the folder again"
             )
-    return tensors
+    return found
 
 
 def stamp_of(path: str, limits: WeightLimits = UNLIMITED) -> str:
@@ -182,8 +213,8 @@ def opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def _read(path: Path, limits: WeightLimits) -> tuple[dict[str, Tensor], int]:
-    """Return a file's tensors, and their total bytes."""
+def _lay_out(path: Path, limits: WeightLimits) -> _Layout:
+    """Return the places of a file's tensors."""
     with opened(path) as file:
         length = os.fstat(file).st_size
         header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
@@ -193,14 +224,20 @@ def _read(path: Path, limits: WeightLimits) -> tuple[dict[str, Tensor], int]:
         room = length - 8 - header_bytes
         limits.check_bytes(room)
         metas, places = _entries(path, os.pread(file, header_bytes, 8), room, limits)
-        data = read_file(file, 8 + header_bytes, room)
+    return _Layout(metas, places, 8 + header_bytes, room)
+
+
+def _read(path: Path, layout: _Layout) -> dict[str, Tensor]:
+    """Return a file's tensors."""
+    with opened(path) as file:
+        data = read_file(file, layout.first, layout.num_bytes)
     tensors: dict[str, Tensor] = {}
-    for meta, (start, end) in unhurried(zip(metas, places, strict=True)):
+    for meta, (start, end) in unhurried(zip(layout.metas, layout.places, strict=True)):
         part = data[start:end]
         # Some writers don't align tensors to their dtype.
         aligned = start % dtype_of(meta).itemsize == 0
         tensors[meta.name] = as_tensor(part if aligned else part.clone(), meta)
-    return tensors, room
+    return tensors
 
 
 def _check_list(path: Path, length: int, limits: WeightLimits) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,12 @@ from ......config import WeightsError, shown
 from ..checks import NUMBERS, UNLIMITED, WeightLimits
 
 _T = TypeVar("_T")
+
+Take = Callable[[str, Tensor], None]
+"""Takes a named tensor that has come, which may be freed afterwards."""
+
+Begin = Callable[[Sequence[str]], Take]
+"""Takes the names of all tensors that will come."""
 
 _DTYPES: dict[str, torch.dtype] = {
     name: dtype for name, dtype in vars(torch).items() if dtype in NUMBERS

@@ -16,7 +16,7 @@ from ......bus.weights import SharedMemoryWeights, TensorMeta
 from ......config import WeightsError, shown
 from ......config.temporary import SHARED_MEMORY, new_name, own, sweep
 from ..checks import UNLIMITED, WeightLimits, check_stored
-from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
+from .layout import Begin, as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
@@ -130,20 +130,35 @@ def read_shared_memory(
     Raises:
         WeightsError: A segment is missing, or the message does not match it or the limits.
     """
+    tensors: dict[str, Tensor] = {}
+    read_shared_memory_each(source, limits, lambda _: tensors.__setitem__)
+    return {meta.name: tensors[meta.name] for meta in source.tensors}
+
+
+def read_shared_memory_each(
+    source: SharedMemoryWeights, limits: WeightLimits, begin: Begin
+) -> None:
+    """Copy the tensors like `read_shared_memory`, but hand over those of each segment when it has
+    come."""
     sizes = sizes_of(source.tensors, limits)
     if len(source.places) != len(sizes):
         raise WeightsError(f"{len(sizes)} tensors have {len(source.places)} places")
     if len(set(source.segments)) < len(source.segments):
         raise WeightsError("a segment is named twice")
+    held: dict[int, list[tuple[TensorMeta, int, int]]] = {}
     try:
         room = [_size_of(name) for name in unhurried(source.segments)]
         limits.check_bytes(sum(room))
         for meta, size, place in unhurried(zip(source.tensors, sizes, source.places, strict=True)):
             _check_place(meta, size, place, room)
-        memory = [_copied(name, size) for name, size in zip(source.segments, room, strict=True)]
+            held.setdefault(place[0], []).append((meta, size, place[1]))
+        take = begin([meta.name for meta in source.tensors])
+        for segment, members in held.items():
+            data = _copied(source.segments[segment], room[segment])
+            for meta, size, offset in unhurried(members):
+                take(meta.name, as_tensor(data[offset : offset + size], meta))
     except OSError as error:
         raise WeightsError(f"shared memory can't be read: {error.strerror}") from None
-    return {meta.name: tensor for meta, tensor in unhurried(_views(memory, source))}
 
 
 def _size_of(name: str) -> int:

@@ -17,10 +17,8 @@ from transformers import LlamaConfig
 from nano_inference.config import ConfigError, EngineConfig, ModelError
 from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup
 from nano_inference.stages.executor.runner.ranks.plan import Style, parallel_plan
-from nano_inference.stages.executor.runner.sharded_model import (
-    load_sharded,
-    make_whole,
-)
+from nano_inference.stages.executor.runner.sharded_model import load_sharded
+from nano_inference.stages.executor.runner.whole_model import make_whole
 
 from .....programs import run
 from .....soaking import in_soak

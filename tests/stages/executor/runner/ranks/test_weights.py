@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import LoadedModel
-from nano_inference.stages.executor.runner import shards as shards_module
+from nano_inference.stages.executor.runner import rank_weights
+from nano_inference.stages.executor.runner.rank_weights import write_everywhere
 from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup
 from nano_inference.stages.executor.runner.sharded_model import load_sharded
 from nano_inference.stages.executor.runner.shards import NewShard, NewWeight, Receipt
@@ -43,9 +44,9 @@ def update(tensors: Mapping[str, Tensor], model: LoadedModel, group: RankGroup) 
     shards = model.shards
     assert shards is not None
     if group.rank:
-        shards.write_everywhere(group.broadcast, None)
+        write_everywhere(shards, group.broadcast, None)
         return
-    write = partial(shards.write_everywhere, group.broadcast)
+    write = partial(write_everywhere, shards, group.broadcast)
     manager = WeightSyncManager(model.module, shards=shards, write=write)
     assert manager.sync_blocking(tensors) == 1
 
@@ -58,7 +59,7 @@ def test_updated_ranks_have_the_bits_of_loaded_ones(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:
     # Small enough for several pieces of most tensors.
-    monkeypatch.setattr(shards_module, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(rank_weights, "_PIECE_BYTES", 1000)
     batches = make_batches(4)
     other = make_whole_model(name, seed=1)
     wanted_in = save(name, tmp_path / "wanted", seed=1)
@@ -204,6 +205,6 @@ def test_one_rank_writes_its_weights_itself(tmp_path: Path) -> None:
     assert model.shards is not None
     for name, tensor in new.items():
         whole = torch.zeros_like(tensor)
-        for target, place in model.shards.shards[name].boxes():
-            whole[place] = target
+        for box in model.shards.shards[name].boxes():
+            whole[box.place] = box.read()
         assert torch.equal(whole, tensor), name

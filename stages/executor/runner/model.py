@@ -120,6 +120,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         latent_attention=config.latent_attention,
     )
     if plan is not None:
+        trim(torch.device("cpu"))  # of weights that the probing pass unpacked
         model = replace(model, quantization=plan.label, quantization_notes=plan.notes)
     return replace(model, is_shared=False)
 
@@ -159,7 +160,8 @@ def wrap_model(
     generates = output is not None
     end = output or module.get_input_embeddings()
     # Of codes, a tensor without numbers.
-    weight = getattr(end, "placeholder", getattr(end, "weight", None))
+    name = "placeholder" if hasattr(end, "placeholder") else "weight"
+    weight = getattr(end, name, None)
     if pipeline is not None:
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):

@@ -65,6 +65,7 @@ def bits(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
         ("llama", "int4", {"quantization_group": 32, "quantization_zero_points": True}),
         ("qwen2", "int4", {}),
         ("gemma3_text", "int8", {"quantization_group": 32}),
+        ("qwen3_5_text", "int4", {}),
     ],
 )
 def test_tokens_are_those_of_the_unpacked_weights(

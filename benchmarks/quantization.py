@@ -1,7 +1,7 @@
 """Accuracy and perplexity of the bundled model by format of its weights and of its KV cache.
 
-    python benchmarks/quantization.py [--prompts 50] [--formats "int8,int4 32,..."]
-        [--files "Q8_0=tiny-Q8_0.gguf,..."] [--json FILE] [--plot FILE]
+    python benchmarks/quantization.py [--prompts 50] [--formats "int8;int4 32;..."]
+        [--json FILE] [--plot FILE]
 
 The tasks and held-out prompts are those of `examples/bundled_models`: their exact answers, greedy,
 and the logprobs of the right answers' tokens. Nothing is drawn at random, so a run repeats its
@@ -17,18 +17,26 @@ importance ratios see.
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from harness import Table, options, record, refuse_unknown
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.tests.gguf_files import write_gguf
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -65,6 +73,34 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 """Settings by format; numbers are the inputs that share a scale, without one all of an output."""
 
+
+def write_fp8(folder: Path) -> Path:
+    """Write the bundled model with FP8 weights, each output with a scale."""
+    source = EngineConfig().model_folder
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    config["quantization_config"] = {**settings, "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if tensor.dim() == 2 and "embed" not in name:
+            scales = tensor.float().abs().amax(1, keepdim=True) / 448
+            tensors[f"{name}_scale"] = scales
+            tensor = (tensor.float() / scales).to(torch.float8_e4m3fn)
+        tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+FILES: dict[str, Callable[[Path], Path]] = {
+    "FP8 by output": write_fp8,
+    "GGUF Q8_0": partial(write_gguf, kind="Q8_0"),
+    "GGUF Q4_0": partial(write_gguf, kind="Q4_0", embedding="Q8_0"),
+}
+"""Formats that are read from a file: the function writes it. K-quants need rows of 256 numbers,
+which this model hasn't."""
+
 SUMS = ("add2", "sub2")
 
 
@@ -86,7 +122,6 @@ class Answers:
         logprobs: Of the right answers' tokens.
         right: Whether the greedy answer is exactly right.
         weight_bytes: Of all parameters.
-        parameters: Their number in the whole model without codes.
     """
 
     tokens: list[tuple[int, ...]]
@@ -161,61 +196,64 @@ COLUMNS = {
 
 
 def plot(found: dict[str, dict[str, float]], file: Path) -> None:
-    """Draw accuracy and perplexity over the bytes of the weights."""
+    """Draw accuracy, perplexity and the difference from bfloat16 over the bytes of the weights."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6))
-    kinds = {"KV": "#228833", "activations": "#ccbb44", "zero": "#ee6677", "": "#4477aa"}
-    for axis, field, label in zip(
-        axes,
-        ("accuracy", "perplexity"),
-        ("accuracy of greedy answers", "perplexity of right answers"),
-        strict=True,
-    ):
-        for name, values in found.items():
-            colour = next(colour for word, colour in kinds.items() if word in name)
-            place = (values["bytes"] / 1e6, values[field])
-            axis.plot(*place, "o", color=colour, markersize=5)
-            axis.annotate(
-                name, place, fontsize=6, textcoords="offset points", xytext=(4, 3), rotation=20
-            )
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.6))
+    labels = {
+        "accuracy": "accuracy of greedy answers",
+        "perplexity": "perplexity of right answers",
+        "logprob_gap": "mean difference of logprobs from bfloat16",
+    }
+    colours = pyplot.get_cmap("tab10")
+    for axis, (field, label) in zip(axes, labels.items(), strict=True):
+        for number, (name, values) in enumerate(found.items()):
+            if values[field] > 0:
+                place = (values["bytes"] / 1e6, values[field])
+                axis.plot(*place, "os^D"[number // 10], color=colours(number % 10), label=name)
         axis.set_xscale("log")
+        axis.minorticks_off()
+        axis.set_xticks([0.7, 1, 1.5, 2, 3, 5], ["0.7", "1", "1.5", "2", "3", "5"])
         axis.set_xlabel("MB of weights")
         axis.set_ylabel(label)
-        axis.minorticks_off()
-        ticks = [0.5, 1, 2, 5]
-        axis.set_xticks(ticks, [f"{each:g}" for each in ticks])
-    figure.tight_layout()
+    axes[2].set_yscale("log")
+    # An error of the mean of so many questions is 0.01.
+    middle = found[BASE]["accuracy"]
+    axes[0].set_ylim(middle - 0.05, middle + 0.05)
+    axes[1].ticklabel_format(axis="y", useOffset=False)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=5, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.17, 1, 1))
     figure.savefig(file, dpi=130)
 
 
 def main() -> None:
-    parser = options(__doc__, prompts=50, formats=list(FORMATS), plot=Path, files=[""])
+    parser = options(__doc__, prompts=50, formats=";".join([*FORMATS, *FILES]), plot=Path)
     arguments = parser.parse_args()
-    formats = dict(FORMATS)
-    for pair in filter(None, arguments.files):
-        name, _, path = pair.partition("=")
-        formats[name] = {"model_path": path}
-        arguments.formats.append(name)
-    refuse_unknown(parser, arguments.formats, formats)
-    shared = {"max_batch_size": 64, "device": "cpu", "cpu_threads": 1}
+    names = arguments.formats.split(";")
+    refuse_unknown(parser, names, {**FORMATS, **FILES})
+    shared = {"max_batch_size": 64, "device": "cpu", "cpu_threads": 1, "dtype": "bfloat16"}
     tokenizer = AutoTokenizer.from_pretrained(EngineConfig().model_folder, local_files_only=True)
     questions = held_out(tokenizer, arguments.prompts)
     tokens = sum(len(each.answer) for each in questions)
     print(f"{len(questions):,} held-out questions, {tokens:,} tokens of right answers")
-    table = Table(COLUMNS, "weights", max(map(len, arguments.formats)) + 1)
+    table = Table(COLUMNS, "weights", max(map(len, names)) + 1)
     found: dict[str, dict[str, float]] = {}
     base, parameters = None, 0
-    for name in [BASE, *(each for each in arguments.formats if each != BASE)]:
-        config = EngineConfig(**{"dtype": "bfloat16", **shared, **formats[name]})
-        answers = answer_all(config, tokenizer, questions)
-        if base is None:
-            base, parameters = answers, answers.weight_bytes // 2
-        found[name] = figures_of(answers, base, questions, parameters)
-        table.row(name, found[name])
+    with tempfile.TemporaryDirectory() as folder:
+        for name in [BASE, *(each for each in names if each != BASE)]:
+            settings = FORMATS.get(name, {})
+            if name in FILES:
+                settings = {"model_path": str(FILES[name](Path(folder) / name))}
+            config = EngineConfig(**{**shared, **settings})
+            answers = answer_all(config, tokenizer, questions)
+            if base is None:
+                base, parameters = answers, answers.weight_bytes // 2
+            found[name] = figures_of(answers, base, questions, parameters)
+            table.row(name, found[name])
     if arguments.plot is not None:
         plot(found, arguments.plot)
     record(arguments, questions=len(questions), answer_tokens=tokens, formats_measured=found)

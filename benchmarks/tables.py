@@ -27,6 +27,7 @@ DOCUMENTS = tuple(
         "benchmarks/README.md",
         "docs/kv-tiers.md",
         "docs/operations.md",
+        "docs/quantization.md",
         "docs/ranks.md",
         "docs/roles.md",
         "docs/soak.md",
@@ -450,6 +451,45 @@ def peers_of(times: Sequence[str]) -> str:
 
 
 OTHERS = ("openvino", "llamacpp")
+# --- quantization.py, quantization_grpo.py --------------------------------------------------------
+
+
+def formats() -> str:
+    """Return accuracy and perplexity of the bundled model by format."""
+    head = ("", "MB", "bits per weight", "perplexity", "accuracy", "of sums")
+    body = [
+        (
+            name,
+            f"{of['bytes'] / 1e6:.2f}",
+            f"{of['bits']:.1f}",
+            f"{of['perplexity']:.4f}",
+            f"{of['accuracy']:.1%}",
+            f"{of['sums']:.1%}",
+            f"{of['same']:.1%}",
+            f"{of['logprob_gap']:.4f}",
+        )
+        for name, of in result("quantization")["formats_measured"].items()
+    ]
+    return markdown((*head, "same answers", "logprobs differ by"), body)
+
+
+def quantized_grpo() -> str:
+    """Return rewards and divergence of GRPO by the rollouts' weights and the correction."""
+    head = ("rollouts, correction", "first steps", "last steps", "held-out before", "after", "KL")
+    body = [
+        (
+            name,
+            f"{of['first']:.1%}",
+            f"{of['last']:.1%}",
+            f"{of['before']:.1%}",
+            f"{of['after']:.1%} ({of['after_least']:.1%} to {of['after_most']:.1%})",
+            f"{of['kl']:.1e}",
+        )
+        for name, of in result("quantization-grpo")["figures"].items()
+    ]
+    return markdown(head, body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "run-amx": partial(engines_of, AMX, "near", OTHERS),
     "run-transformers": partial(
@@ -483,6 +523,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rank-steps": partial(rank_steps, "ranks-2-cpu-cores"),
     "rank-memory": partial(rank_memory, "ranks-memory"),
     "measured": measured,
+    "formats": formats,
+    "quantized-grpo": quantized_grpo,
 }
 
 

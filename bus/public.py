@@ -249,7 +249,8 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
         package, torch, transformers: Versions.
         machine: Model name of the CPU or GPU.
         threads: Torch's on a CPU; 0 on other devices.
-        dtype: Dtype of the weights.
+        dtype: Dtype of the weights, or of those that codes stand for.
+        quantization: The forms of codes, such as "int4-128+int8"; "" for plain weights.
         kernels: Instructions or language of the kernels; "none" without kernels.
         code: Digest of the kernels' code, compiled where they are; "" without kernels.
         attention: The attention back end.
@@ -267,6 +268,7 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     machine: str = ""
     threads: int = 0
     dtype: str = ""
+    quantization: str = ""
     kernels: str = ""
     code: str = ""
     attention: str = ""

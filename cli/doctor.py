@@ -33,6 +33,7 @@ from ..config import (
     BusError,
     Config,
     ConfigError,
+    EngineConfig,
     ModelConfig,
     ModelError,
     NanoInferenceError,
@@ -41,10 +42,12 @@ from ..config import (
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import endpoint_of, setup_logging
 from .bus_status import bus_status
-from .model_files import Finding, check_folder
+from .model_files import Finding, State, check_folder
 from .options import Options, option, takes
 from .terminal import stdout
 
+_OK: State = "ok"
+_WARN: State = "warn"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _DISTRIBUTION = "nano-inference"
 _SHOWN_PACKAGES = ("transformers", "redis", "msgspec")
@@ -106,6 +109,7 @@ def all_checks(config: Config, model: str | None) -> Iterator[Finding]:
     yield from check_torch(config.engine.device)
     yield check_answer(config, BUNDLED_MODEL, "98 + 25 =", "bundled")
     path = model or config.engine.model_path
+    yield check_codes("" if path == BUNDLED_MODEL else path)
     if path != BUNDLED_MODEL:
         folder = check_folder(path)
         yield folder
@@ -211,6 +215,42 @@ def check_kernels() -> Finding:
             advice = f"models run without them, in {dtype} on CPU about half as fast"
             return Finding("kernels", "warn", str(error), advice)
     return Finding("kernels", "ok", f"compiled for this processor: {', '.join(found)}")
+
+
+def check_codes(model: str) -> Finding:
+    """Check how weights of 8 and 4 bits are multiplied, and what they save of a model.
+
+    Args:
+        model: A folder of a model, or a GGUF file; "" for none.
+    """
+    import torch
+
+    from ..stages.executor.runner.kernels.compile import KernelsUnavailable
+    from ..stages.executor.runner.quantized_sizes import codes_instructions, sizes_of, stored_format
+
+    try:
+        found = f"int8 and int4 weights by {codes_instructions(torch.bfloat16)}"
+        advice, state = "", _OK
+    except KernelsUnavailable as error:
+        found = f"no kernels for int8 and int4 weights: {error}"
+        advice, state = "quantised weights save memory here, and no time", _WARN
+    folder = EngineConfig(model_path=model).model_folder if model else None
+    if folder is None or not (folder / "config.json").is_file():
+        return Finding("quantisation", state, found, advice)
+    try:
+        if label := stored_format(folder):
+            return Finding("quantisation", state, f"{found}; the checkpoint is {label}", advice)
+        sizes = sizes_of(folder)
+    except ModelError as error:
+        return Finding("quantisation", "warn", f"{found}; {error.message}", advice)
+    kinds = [
+        f"{kind} {size / 1e9:,.2f} GB (at most {sizes.ratios[kind]:.2f} times the tokens/s)"
+        for kind, size in sizes.quantized.items()
+    ]
+    found += f"; bfloat16 {sizes.bfloat16 / 1e9:,.2f} GB, {', '.join(kinds)}"
+    if not advice:
+        advice = "engine.quantization sets it; many sequences at a time gain less than one"
+    return Finding("quantisation", state, found, advice)
 
 
 def check_pages() -> Finding:

@@ -108,6 +108,11 @@ def check_folder(path: str) -> Finding:
         size, types = facts.size_bytes, f" in {', '.join(facts.types)}"
     else:
         size, types = sum(file.stat().st_size for file in folder.glob("*.safetensors")), ""
+    try:
+        types = types or _format_of(folder)
+    except ModelError as error:
+        sentence, _, advice = error.message.rpartition("; ")
+        return Finding("folder", "fail", sentence, advice)
     found = f"{named} ({_type_of(folder)}, {size / 1e6:,.0f} MB of weights{types})"
     if not has_tokenizer(folder):
         advice = "use a file that has one" if facts else "save it: tokenizer.save_pretrained()"
@@ -121,6 +126,25 @@ def check_folder(path: str) -> Finding:
         found += f"; Transformers does not read its {', '.join(facts.unread)}"
         return Finding("folder", "warn", found, "use the model in Transformers' format")
     return Finding("folder", "ok", found)
+
+
+def _format_of(folder: Path) -> str:
+    """Return the format of quantised weights, as config.json has it; "" for plain ones.
+
+    Raises:
+        ModelError: Such weights aren't read.
+    """
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = content.get("quantization_config") if isinstance(content, dict) else None
+    except (OSError, ValueError):
+        return ""
+    if not isinstance(found, dict):
+        return ""
+    # With torch, whose import takes time.
+    from ..stages.executor.runner.linear.formats.choose import format_of
+
+    return f" in {format_of(found).label}"
 
 
 def _type_of(folder: Path) -> str:

@@ -177,7 +177,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             GiB.
         reference_model_path: A second model, as `model_path`, that is never updated and computes
             `ref_logprobs` of every finished sample; "" for none. It takes memory for its weights
-            and the KV of one sequence of `max_model_len`.
+            and the KV of one sequence of `max_model_len`. "unquantized": the model's own weights
+            before they became codes, beside these; updates replace both (docs/quantization.md).
         adapters: LoRA adapters loaded at the start: folder in PEFT's format by id
             (docs/adapters.md).
         max_adapters: Limit on loaded adapters.
@@ -279,6 +280,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
+        self.require(
+            "reference_model_path",
+            not self.keeps_unquantized or (self.quantization != "auto" and self.num_ranks == 1),
+            'a folder, or "unquantized" with quantization int8 or int4, on one rank',
+        )
         self.require("adapters", all(map(is_adapter_id, self.adapters)), ADAPTER_ID_RULE)
         self.require(
             "adapters",
@@ -337,6 +343,18 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             or self.max_batch_size == DEFAULT_BATCH_SIZE,
             f"at least max_batch_size ({self.max_batch_size}), or a full batch could not decode",
         )
+
+    @property
+    def keeps_unquantized(self) -> bool:
+        """Whether the reference model is the model itself, with weights that are no codes."""
+        return self.reference_model_path == "unquantized"
+
+    def of_reference(self) -> EngineConfig:
+        """Return the settings of the reference model."""
+        own = {"model_path": self.reference_model_path}
+        if self.keeps_unquantized:
+            own = {"model_path": self.model_path, "quantization": "auto"}
+        return msgspec.structs.replace(self.on_one_rank(), reference_model_path="", **own)
 
     @property
     def num_ranks(self) -> int:

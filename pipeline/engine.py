@@ -58,6 +58,7 @@ from .engine_calls import one_at_a_time
 from .engine_images import EngineImages, find_image_processor
 from .engine_parts import ModelParts
 from .engine_requests import (
+    ArgumentError,
     Finished,
     Unfinished,
     UnfinishedRequests,
@@ -68,13 +69,13 @@ from .engine_requests import (
     make_sample,
     params_to_score,
     token_ids_to_score,
-    with_scores,
 )
 from .engine_tiers import EngineTiers, next_plan
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .sessions import check_action
 
 if TYPE_CHECKING:
+    from .engine_reference import EngineReference
     from .replay import Replay
 
 
@@ -110,18 +111,21 @@ class InferenceEngine(ModelParts):
         self.config = own = config or EngineConfig()
         if own.kv_events:
             raise ConfigError("engine.kv_events needs a bus: leave it out here, or run a Pipeline")
-        if own.reference_model_path:
-            # The reference is an engine here, and no part of the cores as in a pipeline.
+        # The reference is an engine here, and no part of the cores as in a pipeline.
+        self._reference: EngineReference | None = None
+        shares_updates = reference is None and own.keeps_unquantized
+        if reference is not None or own.reference_model_path:
+            from .engine_reference import EngineReference, reference_settings
+
+            self._reference = EngineReference(InferenceEngine(reference or reference_settings(own)))
             own = replace(own, reference_model_path="")
-            model_path = self.config.reference_model_path
-            alone = {"speculation": "off", "kv_host_bytes": 0, "kv_disk_path": ""}
-            reference = reference or replace(own.on_one_rank(), model_path=model_path, **alone)
-        self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = find_tokenizer(folder)
         if own.cpu_threads:
             torch.set_num_threads(own.cpu_threads)
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
+        if self._reference is not None and shares_updates:
+            self._reference.share_updates(self._core)
         self.config = replace(self.config, max_batch_size=self._core.max_batch_size)
         capacity = self._executor.capacity()
         # Results stay in this process, so the bus's limit does not apply.
@@ -234,6 +238,8 @@ class InferenceEngine(ModelParts):
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        by_reference: bool = False,
     ) -> list[tuple[float, ...]]:
         """Return the logprobs of given completions under the current weights.
 
@@ -242,6 +248,8 @@ class InferenceEngine(ModelParts):
             completions: Token ids, at least one for each prompt.
             sampling_params: One for all, or one for each. The temperature is the policy's, as in
                 docs/sampling.md; penalties and logit_bias are ignored.
+            by_reference: By the reference model instead, such as the weights before they became
+                codes.
 
         Returns:
             `[completion]`, float32, for each completion.
@@ -249,9 +257,13 @@ class InferenceEngine(ModelParts):
         Raises:
             RequestError: A prompt or completion is refused, the numbers of prompts and completions
                 differ, a completion is empty, or prompt and completion are longer than
-                max_model_len - 1 together; nothing was computed.
+                max_model_len - 1 together; or there is no reference model. Nothing was computed.
         """
         prompts, completions = token_ids_to_score(prompts, completions)
+        if by_reference:
+            if self._reference is None:
+                raise ArgumentError("there is no reference model; set engine.reference_model_path")
+            return self._reference.score(prompts, completions, sampling_params)
         only_score = params_to_score(sampling_params, len(prompts))
         pairs = zip(prompts, completions, strict=True)
         scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
@@ -414,8 +426,9 @@ class InferenceEngine(ModelParts):
         self._admission.set_weights(version)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current weights by parameter name, as `update_weights` takes them; copies only
-        with `rank_invariant`.
+        """Return the current weights by parameter name, as `update_weights` takes them; copies with
+        `rank_invariant` or codes: then the weights that these stand for, or are made of if the
+        engine holds them (`reference_model_path`).
 
         Raises:
             WeightsError: They were released or lost, and not replaced; or ranks share them.
@@ -666,14 +679,15 @@ class InferenceEngine(ModelParts):
         request = self._requests.finish(name)
         self._images.remove(name)
         self._admission.keep(request.accepted, ended.response)
-        samples = [make_sample(request, completion, sample) for sample in completion.samples]
+        form = self._executor.model.forms
+        samples = [make_sample(request, completion, each, form) for each in completion.samples]
         return name, [(sample, request.params) for sample in samples]
 
     def _with_reference(self, finished: list[Finished]) -> list[TrainingSample]:
         """Return the samples, with the logprobs of the reference model if there is one."""
         if self._reference is None:
             return [sample for sample, _ in finished]
-        return with_scores(finished, self._reference.score)
+        return self._reference.with_scores(finished)
 
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""

@@ -7,7 +7,7 @@ id, and a text would count as a list of texts of one letter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -333,9 +333,9 @@ _SHARED_FIELDS = set(TrainingSample.__struct_fields__) & set(CompletionSample.__
 
 
 def make_sample(
-    request: Unfinished, completion: Completion, sample: CompletionSample
+    request: Unfinished, completion: Completion, sample: CompletionSample, quantization: str
 ) -> TrainingSample:
-    """Return one sample of a finished request."""
+    """Return one sample of a finished request, by weights with codes of the named form."""
     recipe = completion.recipe
     if recipe is not None and len(recipe.seeds) > 1:
         recipe = msgspec.structs.replace(recipe, seeds=(recipe.seeds[sample.sample_index],))
@@ -347,6 +347,7 @@ def make_sample(
         request_id=request.request_id,
         kv_session=completion.kv_session,
         recipe=recipe,
+        quantization=quantization,
         from_response_cache=completion.usage.cached_completion_tokens > 0,
         time=completion.usage.time,
         billed_ns=completion.usage.billed_ns,
@@ -375,28 +376,6 @@ def completion_of(*samples: TrainingSample) -> Completion:
         prompt_top_logprobs=first.prompt_top_logprobs,
         recipe=first.recipe,
     )
-
-
-def with_scores(
-    finished: Sequence[Finished],
-    score: Callable[
-        [list[Sequence[int]], list[Sequence[int]], list[SamplingParams]], list[tuple[float, ...]]
-    ],
-) -> list[TrainingSample]:
-    """Return the samples with the logprobs of a reference model, by its method `score`."""
-    begun = [pair for pair in finished if pair[0].completion_tokens]
-    if not begun:
-        return [sample for sample, _ in finished]
-    scores = score(
-        [sample.prompt_tokens for sample, _ in begun],
-        [sample.completion_tokens for sample, _ in begun],
-        [params for _, params in begun],
-    )
-    by_sample = {id(sample): each for (sample, _), each in zip(begun, scores, strict=True)}
-    return [
-        msgspec.structs.replace(sample, ref_logprobs=by_sample.get(id(sample), ()))
-        for sample, _ in finished
-    ]
 
 
 def params_to_score(

@@ -80,6 +80,11 @@ class ExactForward:
         """
         self._model = wrap_model(module, max_model_len, latent_attention=latent_attention)
         require_cpu(self._model.device)
+        if self._model.forms:
+            raise ModelError(
+                f"the weights are codes ({self._model.forms}), which have no gradients; give the "
+                "trainer's own model, of plain weights"
+            )
         if self._model.index_keys:
             raise ModelError("attention whose indexer chooses tokens has no exact training pass")
         for options in self._model.attention_options:

@@ -67,9 +67,12 @@ def expected_memory(config: Config) -> int:
     """Return the approximate memory of a model's processes with these settings, in bytes."""
     engine = config.engine
     draft = engine.draft_model_path if engine.speculation == "auto" else ""
-    others = [Path(path).expanduser() for path in (engine.reference_model_path, draft) if path]
+    others = [Path(draft).expanduser()] if draft else []
+    if engine.reference_model_path:
+        others.append(engine.of_reference().model_folder)
     form = engine.dtype if engine.quantization == "auto" else engine.quantization
-    weights = sum(weight_bytes(each, form) for each in (engine.model_folder, *others))
+    weights = weight_bytes(engine.model_folder, form)
+    weights += sum(weight_bytes(each, engine.dtype) for each in others)
     return PROCESSES_BYTES + (weights + engine.kv_cache_bytes) * config.pipeline.replicas
 
 

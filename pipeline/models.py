@@ -52,7 +52,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: Most tokens of a prompt and its answer.
         vocab_size: Rows of the output layer.
         dtype: Dtype of its weights.
-        quantization: The format of quantised weights, for people; "" for plain weights.
+        quantization: The forms of its codes, such as "int4-128+int8"; "" for plain weights.
         device: Device of the executors.
         is_moe: Whether it is a mixture of experts.
         n_experts: Experts per layer; 0 without experts.

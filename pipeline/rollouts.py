@@ -40,6 +40,8 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         from_response_cache: Whether the tokens were computed for an equal request before.
         kv_session: Result of the request's `kv_session`; None without one.
         recipe: Inputs that compute the sample again (`InferenceEngine.replay`).
+        quantization: The forms of the codes that the weights are, such as "int4-128+int8"; "" for
+            plain weights. `logprobs` are those of the codes.
         time: Nanoseconds of its request by cause (docs/time.md); samples of a request share it.
             None if unknown.
         billed_ns: The request's share of the device's busy time; None if unknown.
@@ -63,6 +65,7 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     from_response_cache: bool = False
     kv_session: KVSessionResult | None = None
     recipe: Recipe | None = None
+    quantization: str = ""
     time: dict[str, int] | None = None
     billed_ns: int | None = None
 

@@ -175,21 +175,17 @@ class ServedModels:
         owners = (expert_owners(report.load) for report in reports)
         return next(filter(None, owners), ())
 
-    async def state_bytes(self) -> int:
-        """Return the size of a sequence's recurrent state; 0 without, or while unknown."""
+    async def model_facts(self) -> dict[str, int | float | str]:
+        """Return facts of the model that few have: "state_bytes", the size of a sequence's
+        recurrent state, and "quantization", the forms of its codes; {} while unknown."""
         try:
             reports = await self._reports.get()
         except BusError:
-            return 0
-        return max((int(report.load.get("state_bytes", 0)) for report in reports), default=0)
-
-    async def quantization(self) -> str:
-        """Return the format of quantised weights; "" for plain weights, or while unknown."""
-        try:
-            reports = await self._reports.get()
-        except BusError:
-            return ""
-        return next(filter(None, (str(each.load.get("quantization", "")) for each in reports)), "")
+            return {}
+        names = ("state_bytes", "quantization")
+        loads = [report.load for report in reports]
+        found = {name: [each[name] for each in loads if each.get(name)] for name in names}
+        return {name: each[0] for name, each in found.items() if each}
 
     async def check(self, model: str, caller: Caller) -> None:
         """Check that a name exists, and that the caller may use it.

@@ -87,7 +87,7 @@ class ExecutorCore:
         """
         if model is None:
             ranks, model = load_ranks(config)
-        elif config.quantization != "auto" and not model.quantization:
+        elif config.quantization != "auto" and not model.forms:
             raise ModelError(
                 "engine.quantization is for models that are loaded: codes would not follow the "
                 "weights of a module in memory; set it to 'auto', or give model_path"

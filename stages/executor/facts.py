@@ -21,7 +21,7 @@ def facts_of_model(core: ExecutorCore) -> dict[str, int | float | str]:
         "vocab_size": model.vocab_size,
         "max_batch_size": core.max_batch_size,
         "dtype": str(model.dtypes.weights).removeprefix("torch."),
-        **({"quantization": model.quantization} if model.quantization else {}),
+        "quantization": model.forms,
         "deterministic": int("deterministic" not in core.off),
         "experts": experts,
         "active_experts": active,

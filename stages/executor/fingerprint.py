@@ -34,6 +34,9 @@ _SETTINGS = (
     "kv_dtype",
     "cuda_graphs",
     "ignored_schema_keywords",
+    "quantization_ignore",
+    "activation_bits",
+    "kv_dtype",
 )
 """Settings of the engine that change numbers and have no field of their own in Fingerprint."""
 
@@ -88,6 +91,7 @@ def fingerprint(
         # Our kernels divide no sum among threads.
         threads=torch.get_num_threads() if on_cpu and not is_whole else 0,
         dtype=str(model.dtypes.weights).removeprefix("torch."),
+        quantization=model.forms,
         kernels=kernels_of(model) if with_kernels else "none",
         code=code_of(model) if with_kernels else "",
         attention=runner.backend.name,

@@ -1,4 +1,7 @@
-"""Scoring by a reference model, which never changes: the logprobs of samples of the lane's model.
+"""Scoring by a reference model: the logprobs of samples of the lane's model.
+
+It never changes, unless it is the model itself before its weights became codes: updates replace
+both.
 
 A sample is scored when it has ended, in one pass over prompt and completion, or in several passes
 if it exceeds a step's tokens. The result is that of `InferenceEngine.score`.
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from ...bus.control import SampleScored, ScoreSample
 from ...bus.links import CONTROL
@@ -40,13 +44,7 @@ class ReferenceModel:
             ModelError: It can't be loaded.
         """
         # It never decodes, so it needs neither graphs nor drafts.
-        own = msgspec.structs.replace(
-            config.on_one_rank(),
-            model_path=config.reference_model_path,
-            reference_model_path="",
-            speculation="off",
-            cuda_graphs="off",
-        )
+        own = msgspec.structs.replace(config.of_reference(), speculation="off", cuda_graphs="off")
         try:
             model = load_model(own)
         except ModelError as error:
@@ -69,6 +67,11 @@ class ReferenceModel:
                 f"the reference model takes {own.max_model_len} tokens and the scored model "
                 f"makes up to {other.max_model_len}; set max_model_len to {own.max_model_len}"
             )
+
+    @property
+    def module(self) -> nn.Module:
+        """The model's module."""
+        return self._core.model.module
 
     def close(self) -> None:
         """Free weights and KV; the object is unusable then."""
@@ -153,11 +156,13 @@ class Scoring:
         stage: The executor stage.
         reference: The model that scores; None without one.
         on_torch: Calls a function on the torch thread.
+        lost: Returns why the reference model's weights are a mixture; "" if they aren't.
     """
 
     stage: Actor
     reference: ReferenceModel | None
     on_torch: Callable[..., Awaitable[Any]]
+    lost: Callable[[], str] = str
 
     def __post_init__(self) -> None:
         # (epoch, sample)
@@ -175,7 +180,7 @@ class Scoring:
                 asked.append(self._asked.get_nowait())
             epoch = self.stage.epoch
             samples = [sample for asked_in, sample in asked if asked_in == epoch]
-            if self.reference is None:
+            if self.reference is None or self.lost():
                 await self._send([_scored(sample, ()) for sample in samples], epoch)
                 continue
             passes = self.reference.score(samples)

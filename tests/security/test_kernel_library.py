@@ -50,7 +50,7 @@ class Machine:
         (folder / "vectors.h").write_text("")
         monkeypatch.setattr(compiling, "SOURCES", folder)
         monkeypatch.setattr(compiling, "_FLAGS", "-fPIC")
-        monkeypatch.setattr(compiling, "_processor_flags", lambda: "flags : avx512f avx512_bf16")
+        monkeypatch.setattr(compiling, "processor_flags", lambda: "flags : avx512f avx512_bf16")
         monkeypatch.setattr(compiling, "_openmp_of_torch", lambda: "-lm")
         monkeypatch.setattr(compiling.platform, "machine", lambda: "x86_64")
         monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
@@ -250,7 +250,7 @@ def test_each_library_requires_the_instructions_that_it_uses(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, flags: str, without: list[str]
 ) -> None:
     (compiling.SOURCES / "sampling.c").write_text(SOURCE)
-    monkeypatch.setattr(compiling, "_processor_flags", lambda: f"flags : {flags}")
+    monkeypatch.setattr(compiling, "processor_flags", lambda: f"flags : {flags}")
     for name in LIBRARIES:
         if name in without:
             with pytest.raises(compiling.KernelsUnavailable, match=r"the processor has no A[MV]X"):

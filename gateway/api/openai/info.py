@@ -135,10 +135,7 @@ class ModelInfoCalls:
         found += [(each.id, each.folder, name) for each in await self._served.adapters()]
         length, owners = await self._length.get(), await self._served.expert_owners()
         more: dict[str, Any] = {"expert_owners": owners} if owners else {}
-        if state_bytes := await self._served.state_bytes():
-            more["state_bytes"] = state_bytes
-        if quantization := await self._served.quantization():
-            more["quantization"] = quantization
+        more |= await self._served.model_facts()
         return [
             {
                 "id": id,

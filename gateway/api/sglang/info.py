@@ -243,7 +243,7 @@ def _model_facts(executors: list[Load]) -> dict[str, Any]:
     return {
         "device": str(first.get("device", "")).partition(" ")[0].partition(":")[0] or None,
         "dtype": first.get("dtype"),
-        **({"quantization": first["quantization"]} if first.get("quantization") else {}),
+        "quantization": first.get("quantization") or None,
         "is_moe": None if experts is None else bool(experts),
         "n_experts": experts,
         "n_active_experts": first.get("active_experts"),

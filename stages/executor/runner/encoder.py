@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from ....config import EngineConfig, ModelError
 from .batch import IntArray
-from .loaded_model import Dtypes, LoadedModel
+from .loaded_model import Dtypes, LoadedModel, with_codes
 
 _MOST_PADDING = 8
 """At most one in this many tokens of a pass is padding."""
@@ -48,6 +48,7 @@ def wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
         layers=(),
         generates=False,
         is_encoder=True,
+        shards=with_codes(module, weight.dtype),
     )
     return replace(model, may_pad=not padding_shows(model))
 

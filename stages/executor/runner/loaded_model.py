@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ....config import ModelError
 from .attention_options import AttentionOptions, Span
 from .shards import ShardedWeights
 from .state.kinds import IndexKeys, LayerState, StateTensor
@@ -113,8 +114,8 @@ class LoadedModel:
             heads; "" for a model without it.
         index_keys: Of layers whose indexers choose the tokens that a query sees.
         encoders: Encoders of the media that the model takes, one for each kind.
-        quantization: The format of quantised weights, for people; "" for plain weights.
-        quantization_notes: Sentences about what of such a checkpoint is ignored or changed.
+        checkpoint_format: The format of quantised weights that were read, for people.
+        checkpoint_notes: Sentences about what of such a checkpoint is ignored or changed.
     """
 
     module: nn.Module
@@ -137,8 +138,8 @@ class LoadedModel:
     encoders: tuple[MediaEncoder, ...] = ()
     latent_attention: str = ""
     index_keys: tuple[IndexKeys, ...] = ()
-    quantization: str = ""
-    quantization_notes: tuple[str, ...] = ()
+    checkpoint_format: str = ""
+    checkpoint_notes: tuple[str, ...] = ()
 
     @property
     def states(self) -> tuple[LayerState, ...]:
@@ -172,6 +173,15 @@ class LoadedModel:
         """The number of the whole model's parameters."""
         return sum(each.numel() for each in self.whole.parameters())
 
+    @cached_property
+    def forms(self) -> str:
+        """The forms of its codes, such as "int4-128+int8"; "" for plain weights."""
+        names = set[str]()
+        for each in self.module.modules():
+            if (form := getattr(each, "form", None)) is not None:
+                names.add(form.name + ("-zero-points" if "offsets" in each._parameters else ""))
+        return "+".join(sorted(names))
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the whole model's parameters."""
@@ -194,6 +204,29 @@ class LoadedModel:
     def vision(self) -> MediaEncoder | None:
         """The encoder of images; None if the model takes none."""
         return next((each for each in self.encoders if each.kind == "image"), None)
+
+
+def with_codes(module: nn.Module, dtype: torch.dtype) -> ShardedWeights | None:
+    """Return `LoadedModel.shards` of a whole model; None, without imports, if it has no codes."""
+    if not any(getattr(each, "holds_codes", False) for each in module.modules()):
+        return None
+    from .whole_model import places_of_codes
+
+    return places_of_codes(module, dtype)
+
+
+def add_unquantized(model: LoadedModel, module: nn.Module) -> None:
+    """Have updates of a model with codes replace the weights of a plain one, too.
+
+    Raises:
+        ModelError: The model has no codes.
+    """
+    if model.shards is None or not model.forms:
+        raise ModelError(
+            "engine.reference_model_path unquantized: no layer of the model is quantised; leave it "
+            "out, or name fewer layers in engine.quantization_ignore"
+        )
+    model.shards.others.append(module)
 
 
 def experts_of(hf_config: Any) -> tuple[int, int]:

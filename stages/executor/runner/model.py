@@ -39,12 +39,11 @@ from .attention.lengths import provide_lengths
 from .checkpoint import is_coded, tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
-from .loaded_model import Dtypes, LoadedModel
+from .loaded_model import Dtypes, LoadedModel, with_codes
 from .media import SUPPORTED
 from .mixers.marks import has_mixers
 from .progress import counted_progress
 from .ranks.rank_error import RankError
-from .shards import ShardedWeights
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
     if plan is not None:
         trim(torch.device("cpu"))  # of weights that the probing pass unpacked
-        model = replace(model, quantization=plan.label, quantization_notes=plan.notes)
+        model = replace(model, checkpoint_format=plan.label, checkpoint_notes=plan.notes)
     return replace(model, is_shared=False)
 
 
@@ -196,21 +195,12 @@ def wrap_model(
         mixers=mixers,
         generates=generates,
         is_shared=True,
-        shards=_places_in(module, dtype),
+        shards=with_codes(module, dtype),
         pipeline=pipeline,
         encoders=encoders,
         latent_attention=latents,
         index_keys=index_keys,
     )
-
-
-def _places_in(module: Any, dtype: torch.dtype) -> ShardedWeights | None:
-    """Return the places of the unquantised model's tensors; None of a model without codes."""
-    if not any(getattr(each, "holds_codes", False) for each in module.modules()):
-        return None
-    from .whole_model import make_whole
-
-    return ShardedWeights.of(module, whole=make_whole(module.config, dtype, type(module)))
 
 
 def _attention_of(hf_config: PreTrainedConfig, name: str) -> str | dict[str, str]:
@@ -324,6 +314,8 @@ def _load_weights(
         if plan is not None:
             options |= plan.options(hf_config)
             dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
+    if plan is not None:
+        plan.activation_bits = config.activation_bits
     try:
         with counted_progress():
             loaded: Any = auto.from_pretrained(
@@ -356,9 +348,9 @@ def _plan_of(
     stored = any(getattr(each, "quantization_config", None) is not None for each in parts)
     if config.quantization == "auto" and not stored and not any(map(is_coded, files)):
         return None
-    from .quantized_loading import plan_for
+    from .stored_codes import plan_of
 
-    return plan_for(config, hf_config, folder, files)
+    return plan_of(config, hf_config, folder, files)
 
 
 def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from ....config import EngineConfig, ModelError
 from .checkpoint import INDEX, WEIGHTS, tensor_files
 from .linear.codes import Codes, PlainCodes, unpack_plain
+from .linear.experts import is_other_mixture
 from .linear.rounding import Rounding, round_rows
 from .model import check_architecture, load_config, takes_images
 from .quantized_loading import roundings_of, stored_config
@@ -227,9 +228,12 @@ def _choose(
     linear = {name: each for name, each in modules.items() if type(each) is nn.Linear}
     rest, kept = dict(linear), dict[str, str]()
     rounding = wanted.rounding
-    chosen = roundings_of(
-        model, EngineConfig(quantization="int8" if rounding.bits == 8 else "int4")
+    config = EngineConfig(
+        quantization="int8" if rounding.bits == 8 else "int4",
+        # Experts of these kinds are stored in one tensor, see `_targets`.
+        quantization_ignore=tuple(key for key, each in modules.items() if is_other_mixture(each)),
     )
+    chosen = roundings_of(model, config)
     quantized: dict[str, None] = {}
     parts: dict[str, set[bool]] = {}
     matched, seen = set(), set()
@@ -364,7 +368,8 @@ def _quantize(layer: str, weight: Tensor, wanted: Wanted) -> tuple[dict[str, Ten
     rows = max(_SLAB // weight.shape[1], 1)
     parts: list[dict[str, Tensor]] = []
     squares = torch.zeros(2, dtype=torch.float64)
-    for slab in weight.split(rows):
+    for start in range(0, len(weight), rows):
+        slab = weight[start : start + rows]
         try:
             plain = round_rows(slab, wanted.rounding)
         except ValueError as error:
@@ -540,7 +545,7 @@ class _Writer:
         if len(self._shards) == 1:
             self._path(0).rename(self._folder / WEIGHTS)
             return
-        index = {}
+        index: dict[str, str] = {}
         for number, names in enumerate(self._shards):
             name = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
             self._path(number).rename(self._folder / name)

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,8 +26,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ....config import EngineConfig, ModelError
-from ....text.gguf_facts import LINK
-from .checkpoint import is_coded
 from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
 from .linear.dense import DenseLinear
@@ -45,6 +42,9 @@ decay, have 8 bits: they are small, and other numbers depend on theirs."""
 KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
 """Names of layers that are not quantised: routers, indexers, and the layer that latent attention
 multiplies into queries and outputs."""
+
+_CODES = ("F8", "F4", "U8", "I8")
+"""Beginnings of the names of dtypes, in files, that no plain weight has."""
 
 _GROUP = 128
 """Inputs that share a scale of 4-bit codes by default."""
@@ -124,9 +124,15 @@ class Plan(ABC):
     def prepare(self, model: Any) -> None:  # noqa: B027
         """Called with the whole model on the meta device, before tensors are loaded."""
 
-    def rename(self, conversions: list[Any], model: Any) -> list[Any]:
-        """Return the conversions of tensors, of Transformers' own for the model."""
-        return conversions
+    def conversions(self, own: list[Any], model: Any, collect: ConversionOps) -> list[Any]:
+        """Return the conversions of tensors by which a model is loaded.
+
+        Args:
+            own: Transformers' own for the model.
+            model: The model, on the meta device.
+            collect: The operation that makes codes.
+        """
+        return own
 
     @abstractmethod
     def handles(self, name: str) -> bool:
@@ -149,8 +155,7 @@ class MadeAtLoad(Plan):
 
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
-        self.label = _label_of(config)
-        self.activation_bits = config.activation_bits
+        self.label = config.quantization
         self._config = config
 
     def prepare(self, model: Any) -> None:
@@ -162,13 +167,6 @@ class MadeAtLoad(Plan):
 
     def handles(self, name: str) -> bool:
         return name in self.roundings
-
-
-def _label_of(config: EngineConfig) -> str:
-    """Return the format for people, such as "int4 in groups of 128 with zero points"."""
-    group = config.quantization_group or (_GROUP if config.quantization == "int4" else 0)
-    label = f"{config.quantization} in groups of {group}" if group else config.quantization
-    return label + " with zero points" * config.quantization_zero_points
 
 
 class StoredCodes(Plan):
@@ -189,51 +187,38 @@ class StoredCodes(Plan):
             ValueError: The tensors don't fit, with the reason.
         """
 
+    def read_experts(self, name: str, stored: Mapping[str, list[Tensor]]) -> CodedLayer | None:
+        """Return the codes of a stacked parameter of experts; None for any other tensor.
 
-def plan_for(
-    config: EngineConfig,
-    hf_config: PreTrainedConfig,
-    folder: Path | None = None,
-    files: Mapping[str, Path] | None = None,
-) -> Plan | None:
-    """Return the plan for a checkpoint, by its own configuration or the settings; None to load it
-    without ours.
+        Args:
+            name: Name of the parameter.
+            stored: The stored tensors by the patterns of `conversions`, of the experts in order.
+        """
+        return None
 
-    Args:
-        config: The settings.
-        hf_config: The model's configuration.
-        folder: The checkpoint's folder.
-        files: The file of each tensor; None for plain weights.
+
+def plan_for(config: EngineConfig, hf_config: PreTrainedConfig) -> Plan | None:
+    """Return the plan for a checkpoint of plain weights, by the settings; None to load it without
+    ours.
 
     Raises:
-        ModelError: The settings ask for codes of weights that are codes already, or these can't be
-            read.
+        ModelError: The settings ask for codes of weights that are codes already.
     """
-    stored = stored_config(hf_config)
-    if folder is not None and files and stored is None and any(map(is_coded, files)):
-        from .stored_codes import find_config
-
-        stored = find_config(folder)
     if config.quantization == "auto":
-        if stored is None:
-            return None
-        from .stored_codes import FormatCodes
-
-        plan = FormatCodes(stored, files or {})
-        plan.activation_bits = config.activation_bits
-        return plan
+        return None
+    stored = stored_config(hf_config)
     if stored is not None:
-        raise ModelError(
-            f"engine.quantization {config.quantization}: the checkpoint is quantised already "
-            f"({stored.get('quant_method', 'unknown')}); set it to 'auto', or choose a checkpoint "
-            "of plain weights"
-        )
-    if folder is not None and (folder / LINK).is_file():
-        raise ModelError(
-            f"engine.quantization {config.quantization}: {folder} is a GGUF file, whose weights "
-            "are kept as it has them; set it to 'auto', or choose a folder in Transformers' format"
-        )
+        raise quantized_already(config, stored)
     return MadeAtLoad(config)
+
+
+def quantized_already(config: EngineConfig, stored: Mapping[str, Any]) -> ModelError:
+    """Return the error for settings that ask for codes of weights that are codes."""
+    return ModelError(
+        f"engine.quantization {config.quantization}: the checkpoint is quantised already "
+        f"({stored.get('quant_method', 'unknown')}); set it to 'auto', or choose a checkpoint of "
+        "plain weights"
+    )
 
 
 def stored_config(hf_config: PreTrainedConfig) -> Mapping[str, Any] | None:
@@ -271,7 +256,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: Loading, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.plan = quantization_config.plan
-        self.pre_quantized = bool(self.plan.stored)
+        self.pre_quantized = isinstance(self.plan, StoredCodes)
         self.collected: dict[str, CodedLayer] = {}
 
     def __deepcopy__(self, _: object) -> _Quantizer:
@@ -285,9 +270,8 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         return self.plan.handles(param_name.removesuffix(".weight"))
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        renamed = self.plan.rename(weight_conversions, model)
-        found: list[Any] = super().update_weight_conversions(renamed, model)
-        return found
+        found = self.plan.conversions(weight_conversions, model, _Collect(self))
+        return [*found, *self.get_weight_conversions()]
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Collect(self)
@@ -303,6 +287,13 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         operations = getattr(converter, "operations", ())
         if any(isinstance(each, _Collect) for each in operations):
             return None
+        if self.pre_quantized and str(param.get_dtype()).startswith(_CODES):
+            name = converter.source_patterns[0]
+            self.plan.error = ModelError(
+                f"{name} is stored as {param.get_dtype()}, of no layer that {self.plan.label} "
+                "describes; give the unquantised checkpoint, with engine.quantization int8 or int4"
+            )
+            raise _Refused
         return super().get_new_dtype(converter, param, dtype)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
@@ -333,14 +324,15 @@ class _Collect(ConversionOps):  # type: ignore[misc]
         **_: Any,
     ) -> dict[str, Tensor]:
         plan = self._quantizer.plan
-        given = {name: _single(each) for name, each in input_dict.items()}
         plain: dict[str, Tensor] = {}
+        found: dict[str, CodedLayer | Tensor]
         try:
             if isinstance(plan, StoredCodes):
-                stored = {name.removeprefix("\\."): each for name, each in given.items()}
-                found = {full_layer_name: _read(plan, full_layer_name, stored, model)}
+                layer = plan.read_experts(full_layer_name, input_dict)
+                found = {full_layer_name: layer or _read(plan, full_layer_name, input_dict, model)}
             else:
                 assert isinstance(plan, MadeAtLoad)
+                given = {name: _single(each) for name, each in input_dict.items()}
                 found = {name: _made(plan, name, each, model) for name, each in given.items()}
         except ModelError as error:
             plan.error = error
@@ -386,12 +378,13 @@ def _made(plan: MadeAtLoad, name: str, weight: Tensor, model: Any) -> CodedLayer
 
 
 def _read(
-    plan: StoredCodes, name: str, stored: Mapping[str, Tensor], model: Any
+    plan: StoredCodes, name: str, given: Mapping[str, Any], model: Any
 ) -> CodedLayer | Tensor:
     """Return the codes of a layer that the plan handles."""
+    stored = {each.removeprefix("\\."): _single(tensors) for each, tensors in given.items()}
     owner, weight = name.removesuffix(".weight"), model.get_parameter_or_buffer(name)
     if not plan.handles(owner):
-        if [*stored] != ["weight"]:
+        if [*stored] != ["weight"] or stored["weight"].dtype.itemsize == 1:
             raise ModelError(
                 f"{owner} has the tensors {', '.join(sorted(stored))}, and isn't a quantised layer "
                 "by config.json; copy or download the checkpoint again"
@@ -523,7 +516,7 @@ def install(
             shared[id(layer)] = {
                 key: nn.Parameter(each, requires_grad=False) for key, each in found
             }
-        new = _module(model.get_submodule(name), layer, shared[id(layer)])
+        new = coded_module(model.get_submodule(name), layer, shared[id(layer)])
         model.set_submodule(name, new, strict=True)
     for each in model.modules():
         if isinstance(each, (QuantizedLinear, ExpertCodes)):
@@ -536,7 +529,8 @@ def _same(one: CodedLayer, other: CodedLayer) -> bool:
     )
 
 
-def _module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
+def coded_module(plain: nn.Module, layer: CodedLayer, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a quantised layer, or embedding, for the place of a plain one."""
     dtype: torch.dtype = plain.get_parameter("weight").dtype
     if isinstance(plain, nn.Embedding):
         embedding = QuantizedEmbedding(layer.form, tensors, plain, dtype)

@@ -61,7 +61,7 @@ def load_sharded(
         )
     register_attention()
     hf_config = load_config(folder)
-    _check_supported(folder, hf_config, config)
+    _check_supported(folder, hf_config)
     check_architecture(hf_config)
     files = tensor_files(folder)
     whole = make_whole(hf_config, _dtype_of(config, hf_config, files))
@@ -71,7 +71,13 @@ def load_sharded(
     huge = config.huge_pages == "auto"
     try:
         module, weights = shard_model(
-            whole, layout, device, pipeline, expert_parallel=expert_parallel, huge_pages=huge
+            whole,
+            layout,
+            device,
+            pipeline,
+            expert_parallel=expert_parallel,
+            huge_pages=huge,
+            config=config,
         )
     except RuntimeError as error:
         raise ModelError(f"the weights in {folder} don't fit: {error}") from None
@@ -144,7 +150,7 @@ def _check_no_mixers(whole: nn.Module) -> None:
         )
 
 
-def _check_supported(folder: Path, hf_config: PreTrainedConfig, config: EngineConfig) -> None:
+def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
     reason = ""
     if (folder / LINK).is_file():
         reason = "is a GGUF file, which is read as a whole"
@@ -156,8 +162,6 @@ def _check_supported(folder: Path, hf_config: PreTrainedConfig, config: EngineCo
         reason = "has quantized weights"
     elif not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         reason = "has no weights in safetensors' format"
-    elif config.quantization != "auto":
-        reason = f"gets codes (engine.quantization {config.quantization})"
     if reason:
         raise ModelError(f"{folder} {reason}, so it can't be sharded; {_ALONE}")
 
@@ -187,6 +191,7 @@ def shard_model(
     *,
     expert_parallel: bool = False,
     huge_pages: bool = False,
+    config: EngineConfig | None = None,
 ) -> tuple[Any, ShardedWeights]:
     """Return a model of this rank's shard, with memory for its weights, and their places.
 
@@ -197,6 +202,7 @@ def shard_model(
         pipeline: As in `load_sharded`.
         expert_parallel: Experts belong to ranks as a whole.
         huge_pages: Allocate in large pages, if available.
+        config: The settings of codes to make; None for none.
 
     Raises:
         ModelError: The model has no plan, or can't be shared evenly.
@@ -217,6 +223,10 @@ def shard_model(
         parent_name, _, own_name = name.rpartition(".")
         sharded = shard_module(module.get_submodule(name), style, layout)
         setattr(module.get_submodule(parent_name), own_name, sharded)
+    if config is not None and config.quantization != "auto":
+        from .quantized_shards import put_empty_codes
+
+        put_empty_codes(module, whole, config, absent)
     output, embedding = method_of(module.get_output_embeddings()), module.get_input_embeddings()
     tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     if tied and output is not None and isinstance(embedding, VocabParallelEmbedding):

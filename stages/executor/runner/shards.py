@@ -177,6 +177,7 @@ class ShardedWeights:
             holds them in another form.
         shards: By the names of its tensors, tied ones under each name.
         by_rank: Whether the model is one rank's part.
+        others: Plain models that are here as a whole, and get the same new weights.
         layout: Rises when parts change places, as when experts move.
     """
 
@@ -186,15 +187,15 @@ class ShardedWeights:
         self.whole = whole
         self.shards = shards
         self.by_rank = by_rank
+        self.others: list[nn.Module] = []
         self.layout = 0
 
     @classmethod
-    def of(cls, module: nn.Module, *others: nn.Module, whole: nn.Module | None = None) -> Self:
+    def of(cls, module: nn.Module, whole: nn.Module | None = None) -> Self:
         """Return the weights of a model that is here as a whole.
 
         Args:
             module: The model.
-            others: Models that get the same new weights.
             whole: The same model with plain tensors, on the meta device, if `module` holds some in
                 another form; None if it holds none.
         """
@@ -204,18 +205,21 @@ class ShardedWeights:
         for name, tensor in state.items():
             names.setdefault(id(tensor), []).append(name)
 
+        others: list[nn.Module] = []
+
         def boxes(tied: Sequence[str]) -> list[Box]:
             # One tensor of the whole model may be several here.
-            found = [
-                box for one in (module, *others) for name in tied for box in boxes_in(one, name)
-            ]
+            models = (module, *others)
+            found = [box for one in models for name in tied for box in boxes_in(one, name)]
             return [*{(box.target.data_ptr(), type(box)): box for box in found}.values()]
 
         shards = {
             name: Shard(tuple(tensor.shape), tensor.dtype, partial(boxes, names[id(tensor)]))
             for name, tensor in state.items()
         }
-        return cls(whole, shards, by_rank=False)
+        weights = cls(whole, shards, by_rank=False)
+        weights.others = others
+        return weights
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts of whole tensors."""

@@ -9,21 +9,43 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers import PreTrainedConfig
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.pytorch_utils import Conv1D
 
-from ....config import ModelError
-from .checkpoint import UNREADABLE
-from .linear.codes import unpack_plain
+from ....config import EngineConfig, ModelError
+from .checkpoint import UNREADABLE, is_coded
+from .linear.codes import Codes, PlainCodes, pack_plain, unpack_plain
+from .linear.experts import ExpertProduct, expert_products, stack_codes
 from .linear.formats.choose import format_of
-from .linear.formats.stored import ReadLayer, StoredLayer
-from .quantized_loading import KEPT, LayerCodes, StoredCodes
+from .linear.formats.float4 import ExpertBlocks, read_experts
+from .linear.formats.stored import ReadLayer, StoredLayer, join_plain, unsupported, with_offsets
+from .quantized_loading import (
+    KEPT,
+    CodedLayer,
+    LayerCodes,
+    Plan,
+    StoredCodes,
+    plan_for,
+    quantized_already,
+    stored_config,
+)
 
 _OLD_FILES: dict[str, dict[str, str]] = {
     "quantize_config.json": {"quant_method": "gptq"},
@@ -33,7 +55,33 @@ _OLD_FILES: dict[str, dict[str, str]] = {
 """Configurations of checkpoints whose config.json has none: of AutoGPTQ, AutoAWQ and ModelOpt."""
 
 
-def find_config(folder: Path) -> Mapping[str, Any]:
+def plan_of(
+    config: EngineConfig, hf_config: PreTrainedConfig, folder: Path, files: Mapping[str, Path]
+) -> Plan | None:
+    """Return the plan for a checkpoint, by its own configuration or the settings; None to load it
+    without ours.
+
+    Args:
+        config: The settings.
+        hf_config: The model's configuration.
+        folder: The checkpoint's folder.
+        files: The file of each tensor in files of safetensors.
+
+    Raises:
+        ModelError: The settings ask for codes of weights that are codes already, or these can't be
+            read.
+    """
+    stored = stored_config(hf_config)
+    if stored is None and any(map(is_coded, files)):
+        stored = _find_config(folder)
+    if stored is None:
+        return plan_for(config, hf_config)
+    if config.quantization != "auto":
+        raise quantized_already(config, stored)
+    return FormatCodes(stored, files, config.activation_bits)
+
+
+def _find_config(folder: Path) -> Mapping[str, Any]:
     """Return the quantization_config of a checkpoint whose config.json has none.
 
     Raises:
@@ -58,25 +106,33 @@ def find_config(folder: Path) -> Mapping[str, Any]:
 class FormatCodes(StoredCodes):
     """The layers of a checkpoint that are stored as codes."""
 
-    def __init__(self, config: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        files: Mapping[str, Path],
+        activation_bits: Literal[16, 8] = 16,
+    ) -> None:
         """Find the layers.
 
         Args:
             config: The quantization_config.
             files: The file of each tensor.
+            activation_bits: As in EngineConfig.
 
         Raises:
             ModelError: The configuration or a layer isn't read here.
         """
+        self.activation_bits = activation_bits
         self._format = format_of(config)
         self.label = self._format.label
         if not files:
             raise ModelError(
                 "quantised weights are read from files of safetensors only; convert the checkpoint"
             )
-        self.stored = tuple(sorted(self._format.names))
+        is_stacked = isinstance(self._format, ExpertBlocks)
+        self.stored = () if is_stacked else tuple(sorted(self._format.names))
         self._layers = _layers_of(files, self._format.markers)
-        for owner, tensors in self._layers.items():
+        for owner, tensors in self._layers.items() if not is_stacked else ():
             unknown = tensors - self._format.names - self._format.ignored - {"bias"}
             if unknown:
                 raise ModelError(
@@ -93,6 +149,8 @@ class FormatCodes(StoredCodes):
         self._unpacked: set[str] = set()
         self._model: Any = None
         self._notes = [*self._format.notes]
+        self._experts: dict[str, dict[str, list[str]]] = {}
+        self._sources: list[str] = []
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -111,34 +169,103 @@ class FormatCodes(StoredCodes):
             self._notes.append("activations are bfloat16, for kernels, in place of float16")
         return torch.bfloat16
 
-    def rename(self, conversions: list[Any], model: Any) -> list[Any]:
-        """Find the names of layers in the model, and return conversions of tensors.
-
-        Args:
-            conversions: Those of Transformers for the model.
-            model: The model, on the meta device.
-        """
+    def conversions(self, own: list[Any], model: Any, collect: ConversionOps) -> list[Any]:
         self._model = model
-        own = deepcopy(conversions)  # they count what they rename
-        renamings = [each for each in own if isinstance(each, WeightRenaming)]
-        converters = [each for each in own if isinstance(each, WeightConverter)]
+        if isinstance(self._format, ExpertBlocks):
+            parts = ("blocks", "scales")
+            return own + [
+                WeightConverter([f"{name}_{part}" for part in parts], name, [collect])
+                for name in ("gate_up_proj", "down_proj")
+            ]
+        found = deepcopy(own)  # they count what they rename
+        renamings = [each for each in found if isinstance(each, WeightRenaming)]
+        converters = [each for each in found if isinstance(each, WeightConverter)]
         state, prefix = model.state_dict(), model.base_model_prefix
-        for owner in self._layers:
+        self._sources = [source for each in converters for source in each.source_patterns]
+        joined = set[str]()
+        for owner in sorted(self._layers, key=dot_natural_key):
             key = f"{owner}.weight"
             name, source = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:
                 name, source = key, None
             if source is not None:
-                raise ModelError(
-                    f"{owner} is stored quantised, and Transformers joins it with others or splits "
-                    "it; give the unquantised checkpoint, with engine.quantization int8 or int4"
-                )
-            if name in state:
+                self._experts.setdefault(name, {}).setdefault(source, []).append(owner)
+                joined.add(source)
+            elif name in state:
                 self._names[name.removesuffix(".weight")] = owner
-        return conversions
+        return [self._collecting(each, joined, collect) for each in own]
+
+    def _collecting(self, own: Any, joined: AbstractSet[str], collect: ConversionOps) -> Any:
+        """Return a conversion that collects stored tensors, if it joins quantised layers."""
+        if not isinstance(own, WeightConverter) or joined.isdisjoint(own.source_patterns):
+            return own
+        kinds = [type(each) for each in own.operations]
+        if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]):
+            raise ModelError(
+                f"{own.source_patterns[0]} is stored quantised, and Transformers joins or splits "
+                "it; give the unquantised checkpoint, with engine.quantization int8 or int4"
+            )
+        sources = [each.removesuffix("weight") for each in own._original_source_patterns]
+        named = [f"{each}{name}" for each in sources for name in sorted(self._format.names)]
+        return own.copy(named, own._original_target_patterns, operations=[collect])
 
     def handles(self, name: str) -> bool:
         return name in self._names
+
+    def read_experts(self, name: str, stored: Mapping[str, list[Tensor]]) -> CodedLayer | None:
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        found = [each for each in expert_products(module) if name.endswith(f".{each.name}")]
+        if not found:
+            return None
+        [product] = found
+        if isinstance(self._format, ExpertBlocks):
+            parts = (stored.get(f"{product.name}_{part}", []) for part in ("blocks", "scales"))
+            form, experts = read_experts(name, *(part[0] if part else None for part in parts))
+        else:
+            form, experts = self._joined(name, stored, product)
+        if (len(experts), form.outputs, form.inputs) != product[1:4]:
+            raise ModelError(
+                f"{name} has {len(experts)} experts of {form.outputs} outputs and {form.inputs} "
+                f"inputs, and config.json makes it {', '.join(map(str, product[1:4]))}; the two "
+                "are not of one model"
+            )
+        packed = (pack_plain(form, each) for each in experts)
+        return CodedLayer(form, stack_codes(packed, len(experts)))
+
+    def _joined(
+        self, name: str, stored: Mapping[str, list[Tensor]], product: ExpertProduct
+    ) -> tuple[Codes, list[PlainCodes]]:
+        """Return the form of an expert and the codes of each, of layers stored one by one."""
+        count, parts = product.experts, self._experts[name]
+        sources = sorted(parts, key=self._sources.index)
+        read: list[list[ReadLayer]] = [[] for _ in range(count)]
+        for source in sources:
+            prefix, owners = source.removesuffix("weight"), parts[source]
+            for own in self._format.names:
+                number = len(stored.get(f"{prefix}{own}", ()))
+                if number not in (0, count) or len(owners) != count:
+                    raise ModelError(
+                        f"{name}: {number} of {count} experts have {prefix}{own} in the "
+                        "checkpoint; copy or download it again"
+                    )
+            for expert, owner in enumerate(owners):
+                tensors = {
+                    own: stored[f"{prefix}{own}"][expert]
+                    for own in self._format.names
+                    if stored.get(f"{prefix}{own}")
+                }
+                shape = product.outputs // len(sources), product.inputs
+                read[expert].append(self._format.read(StoredLayer(owner, tensors, *shape)))
+        layers = [layer for expert in read for layer in expert]
+        if len({each.form for each in layers}) > 1 or any(
+            each.input_order is not None for each in layers
+        ):
+            raise unsupported(f"{name}: experts that differ in bits, groups or order of inputs")
+        form = msgspec.structs.replace(layers[0].form, outputs=product.outputs)
+        joined = [join_plain([each.plain for each in expert]) for expert in read]
+        if any(each.offsets is not None for each in joined):
+            joined = [with_offsets(each) for each in joined]
+        return form, joined
 
     def read(
         self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import build_glob_alternation
 
 from ....config import ModelError
+from .shards import ShardedWeights
 
 
 def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None) -> Any:
@@ -45,3 +46,13 @@ def widen(whole: Any, dtype: torch.dtype) -> None:
     for name, tensor in whole.state_dict(keep_vars=True).items():
         if (found := pattern.search(name)) is not None and tensor.dtype.is_floating_point:
             tensor.data = tensor.data.to(plan[by_group[found.lastgroup]])
+
+
+def places_of_codes(module: Any, dtype: torch.dtype) -> ShardedWeights:
+    """Return the places of the unquantised model's tensors.
+
+    Args:
+        module: A Transformers model with quantised layers.
+        dtype: The model's, before its weights became codes.
+    """
+    return ShardedWeights.of(module, whole=make_whole(module.config, dtype, type(module)))

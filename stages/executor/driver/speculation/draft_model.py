@@ -89,11 +89,13 @@ def load_draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
-    """Return the draft model's settings: the target's, without deterministic mode."""
+    """Return the draft model's settings: the target's, without deterministic mode, and without the
+    names of its modules."""
     return msgspec.structs.replace(
         config.on_one_rank(),
         model_path=config.draft_model_path,
         draft_model_path="",
+        quantization_ignore=(),
         deterministic=False,
         attention="auto",
         attention_tile=0,

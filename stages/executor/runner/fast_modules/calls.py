@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fixed_tiles import FixedTiles
@@ -35,9 +35,16 @@ class Calls:
 
     def linear(
         self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN
-    ) -> Linear | None:
+    ) -> Callable[..., Tensor] | None:
         """Return our product of these layers; None if the modules compute theirs."""
-        return Linear(layers, kind) if self.kernels is cpu else None
+        if self.kernels is cpu:
+            return Linear(layers, kind)
+        (first, *others), plain = layers, (LinearKind.PLAIN, LinearKind.WIDE)
+        if first.codes is None or others or kind not in plain:
+            return None
+        from ..kernels import triton_quantized
+
+        return triton_quantized.Linear(first, wide=kind == LinearKind.WIDE)
 
 
 def pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:

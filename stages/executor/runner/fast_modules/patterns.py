@@ -57,6 +57,8 @@ def find_patterns(
 
             found = expert_pass(module, model.dtypes.activations, calls)  # type: ignore[arg-type]
             offers = [] if found is None else [found]
+        elif hasattr(module, "holds_codes") and calls.kernels is not cpu:
+            offers = _embedding(module, model.dtypes.activations)
         elif "RMSNorm" in type(module).__name__:
             offers = [*_norm(module, calls)]
         else:
@@ -88,6 +90,14 @@ def _linear(method: LinearMethod, calls: Calls, *, wide: bool) -> list[Forward]:
         return fast(_rows(x)).view(*x.shape[:-1], packed.outputs)
 
     return [forward]
+
+
+def _embedding(module: nn.Module, dtype: torch.dtype) -> list[Forward]:
+    if getattr(module, "plain", module) is not None:
+        return []  # it does more than look up rows
+    from ..kernels.triton_quantized import Embedding
+
+    return [Embedding(module._parameters, module.form, dtype)]  # type: ignore[arg-type]
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -45,10 +45,17 @@ typedef struct {
     const int64_t *table, *contexts;  // contexts: [count], at least 1 each
 } Tokens;
 
-// The place of a head of a position, among those of all slots.
-INLINE long place_of(const Attention *a, const int64_t *table, long position, long kv_head) {
-    const long slot = table[position / a->block_size] * a->block_size + position % a->block_size;
-    return slot * a->kv_heads + kv_head;
+// Finds the places of a head of 16 positions from `start` on, among those of all slots; beyond the
+// context that of the last one.
+INLINE void find_places(const Attention *a, const int64_t *table, long start, long context,
+                        long kv_head, long *places) {
+    const long size = a->block_size;
+    if (start >= context) start = context - 1;
+    long block = start / size, offset = start % size;  // divided once: it takes 20 cycles
+    for (int j = 0; j < 16; j++) {
+        places[j] = (table[block] * size + offset) * a->kv_heads + kv_head;
+        if (start + j + 1 < context && ++offset == size) offset = 0, block++;
+    }
 }
 
 // The first position that a query token sees.
@@ -87,35 +94,59 @@ INLINE void prefetch(const void *from, long bytes) {
     for (long i = 0; i < bytes; i += 64) _mm_prefetch((const char *)from + i, _MM_HINT_T1);
 }
 
+// Lays out the numbers at 16 places.
+INLINE void lay_out_numbers(const Attention *a, const long *places, Operand *laid_out_keys,
+                            Operand *laid_out) {
+    const number *keys[16], *values[16];
+    for (int j = 0; j < 16; j++) {
+        keys[j] = a->keys + places[j] * a->key_width;
+        values[j] = a->values + places[j] * a->value_stride;
+    }
+    lay_out_keys(keys, a->key_width, laid_out_keys);
+    for (long i = 0; i < a->value_width; i += 32)
+        lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
+}
+
+// Lays out the codes at 16 places, as numbers.
+INLINE void lay_out_codes(int codes, const Attention *a, const long *places, Operand *laid_out_keys,
+                          Operand *laid_out) {
+    const long width = a->key_width, padded = (width + WIDTH - 1) / WIDTH * WIDTH;
+    __attribute__((aligned(64))) number unpacked[KEYS_AS_NUMBERS ? 1 : 16 * width];
+    const number *keys[16];
+    for (int j = 0; j < 16; j++) {
+        number *to = unpacked + j * width;
+        if (KEYS_AS_NUMBERS) to = (number *)(laid_out_keys + j * padded);
+        unpack(codes, a->keys, a->key_scales, places[j], width, to);
+        keys[j] = to;
+    }
+    if (!KEYS_AS_NUMBERS) lay_out_keys(keys, width, laid_out_keys);
+    for (int j = 0; j < 16; j += 2)
+        for (long i = 0; i < a->value_width; i += 32)
+            lay_out_two(codes, a->values, a->value_scales, places + j, a->value_width, i,
+                        laid_out + i * CHUNK + j * 32);
+}
+
 // Gathers the keys and values of 16 positions from `start` on. The context has `context` positions.
 // codes: as in Attention.
 INLINE void gather_positions(int codes, const Attention *a, const int64_t *table, long start,
                              long context, long kv_head, Operand *laid_out_keys,
                              Operand *laid_out) {
-    const long key_width = a->key_width, value_width = a->value_width;
-    const number *keys[16], *values[16];
-    number unpacked[codes ? 16 * (key_width + value_width) : 1], *room = unpacked;
-    for (long j = 0; j < 16; j++) {
-        const long position = start + j < context ? start + j : context - 1;  // any valid one
-        const long place = place_of(a, table, position, kv_head);
-        keys[j] = a->keys + place * key_width;
-        values[j] = a->values + place * a->value_stride;
-        if (codes) {
-            unpack(codes, a->keys, a->key_scales, place, key_width, room);
-            unpack(codes, a->values, a->value_scales, place, value_width, room + key_width);
-            keys[j] = room, values[j] = room + key_width, room += key_width + value_width;
-        }
-    }
-    lay_out_keys(keys, key_width, laid_out_keys);
-    for (long i = 0; i < value_width; i += 32)
-        lay_out_values(values, i, value_width - i, laid_out + i * CHUNK);
+    long places[16];
+    find_places(a, table, start, context, kv_head, places);
+    if (codes)
+        lay_out_codes(codes, a, places, laid_out_keys, laid_out);
+    else
+        lay_out_numbers(a, places, laid_out_keys, laid_out);
     // Paged positions defeat hardware prefetching. The first-level cache holds only eight rows that
     // are a multiple of 4 KiB apart.
-    const long size = codes ? 1 : sizeof(number);
-    for (long j = start + CHUNK; j < start + CHUNK + 16 && j < context; j++) {
-        const long place = place_of(a, table, j, kv_head);
-        prefetch((const char *)a->keys + place * key_width * size, key_width * size);
-        prefetch((const char *)a->values + place * a->value_stride * size, value_width * size);
+    const long size = codes ? 1 : sizeof(number), width = a->key_width * size;
+    if (start + CHUNK >= context) return;
+    find_places(a, table, start + CHUNK, context, kv_head, places);
+    for (int j = 0; j < 16; j++) {
+        prefetch((const char *)a->keys + places[j] * width, width);
+        prefetch((const char *)a->values + places[j] * a->value_stride * size,
+                 a->value_width * size);
+        if (codes) prefetch(a->key_scales + places[j], 1), prefetch(a->value_scales + places[j], 1);
     }
 }
 

@@ -89,14 +89,64 @@ INLINE Floats load_codes(int codes, const uint8_t *p) {
 
 #endif
 
+// The factor of a head's codes.
+INLINE Floats factor_of(int codes, uint16_t scale) {
+    const float f = from_bits((uint32_t)scale << 16);
+    return spread(codes == FP8_CODES ? f * 0x1p120f : f);
+}
+
+// 16 numbers as floats, or zeros.
+INLINE Floats read_codes(int codes, const uint8_t *p, Floats factor, int there) {
+    return there ? multiply(load_codes(codes, p), factor) : zeros();
+}
+
+#if !defined(AVX2) && !defined(FLOAT32)
+
+// 32 floats as numbers in one vector. A load of 64 bytes can't take them from two stores that are
+// on their way to the cache: it would wait for both, and these for all loads before them.
+INLINE __m512i narrow_both(Floats x, Floats y) { return (__m512i)_mm512_cvtne2ps_pbh(y, x); }
+
+#endif
+
 // The numbers of a head: codes times their scale.
 INLINE void unpack(int codes, const void *from, const uint16_t *scales, long place, long width,
                    number *to) {
     const uint8_t *p = (const uint8_t *)from + place * width;
-    const Floats scale = spread(from_bits((uint32_t)scales[place] << 16));
-    for (long i = 0; i < width; i += 16) {
-        Floats v = load_codes(codes, p + i);
-        if (codes == FP8_CODES) v = multiply(v, spread(0x1p120f));
-        store_narrow(to + i, multiply(v, scale));
+    const Floats factor = factor_of(codes, scales[place]);
+    for (long i = 0; i < width; i += 32) {
+        const Floats x = read_codes(codes, p + i, factor, 1);
+        const Floats y = read_codes(codes, p + i + 16, factor, i + 16 < width);
+#if !defined(AVX2) && !defined(FLOAT32)
+        if (i + 16 < width) {
+            _mm512_storeu_si512(to + i, narrow_both(x, y));
+            continue;
+        }
+#endif
+        store_narrow(to + i, x);
+        if (i + 16 < width) store_narrow(to + i + 16, y);
     }
+}
+
+// Lays up to 32 numbers of two positions, from `i` on, side by side, as lay_out_values does.
+INLINE void lay_out_two(int codes, const void *from, const uint16_t *scales, const long *places,
+                        long width, long i, Operand *to) {
+    Floats x[2], y[2];
+    UNROLL
+    for (int j = 0; j < 2; j++) {
+        const uint8_t *p = (const uint8_t *)from + places[j] * width + i;
+        const Floats factor = factor_of(codes, scales[places[j]]);
+        x[j] = read_codes(codes, p, factor, 1);
+        y[j] = read_codes(codes, p + 16, factor, i + 16 < width);
+    }
+#if defined(AVX2) || defined(FLOAT32)
+    UNROLL
+    for (int j = 0; j < 2; j++, to += 32) {
+        store_floats(to, rounded(x[j]));
+        store_floats(to + 16, rounded(y[j]));
+    }
+#else
+    const __m512i one = narrow_both(x[0], y[0]), other = narrow_both(x[1], y[1]);
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(one, other));
+    _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi16(one, other));
+#endif
 }

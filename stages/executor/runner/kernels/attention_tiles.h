@@ -2,6 +2,7 @@
 // numbers of the values.
 
 enum {
+    KEYS_AS_NUMBERS = 0,  // laid out as such, row by row
     GATHERED = 32,  // positions per gather: those of a tile of weights
     GRAIN = TILE,   // rows that are multiplied together
 };

@@ -3,6 +3,7 @@
 enum {
     GATHERED = 16,                                  // positions per gather
     MOST_TOGETHER = MOST_ROWS < 4 ? MOST_ROWS : 4,  // rows that are multiplied together
+    KEYS_AS_NUMBERS = !WIDENED,                     // laid out as such, row by row
     GRAIN = MOST_TOGETHER,
 };
 

@@ -37,6 +37,7 @@ struct Codes {
     long repeats;  // blocks in a group
     long zero;
     long coarse;  // activations of 8 bits
+    long floats;  // codes are e4m3: bits 8, no offsets
 };
 
 // The codes of a block: bytes, or two in a byte, perhaps with a table of their values. Or values,
@@ -64,15 +65,20 @@ typedef struct {
 #else
 #include "codes_avx2.h"
 #endif
+#include "codes_floats.h"
 
-// Rows as digits: of each block, all rows.
+// Rows as digits, or as operands: of each block, all rows.
 typedef struct {
-    Digit *digits;
+    char *digits;
     float *units;     // [blocks, rows]: the value of X = 1
     int32_t *totals;  // [blocks, rows]: sums of X
-    long rows, block, inputs, coarse;
+    long rows, block, inputs, coarse, floats;
     int planes;  // digits of an X
+    int width;   // bytes of an input
 } Digits;
+
+// Those of a block, at the block's number times rows, plus the row.
+INLINE void *digits_at(const Digits *d, long at) { return d->digits + at * d->block * d->width; }
 
 INLINE Floats load_kind(const void *p, long kind, long at) {
     switch (kind) {
@@ -117,7 +123,7 @@ static void lay_out_digits(const number *x, long count, const Digits *d, Digit *
     }
     float most = largest_of(largest);
     if (broken || most == INFINITY) {
-        memset(to, 0, d->block * d->planes * sizeof(Digit));
+        memset(to, 0, d->block * d->width);
         *unit = NAN, *total = 0;
         return;
     }
@@ -136,22 +142,26 @@ static void lay_out_digits(const number *x, long count, const Digits *d, Digit *
         const Floats v = multiply(load_wide_some(x + i, first(count - i)), times);
         const Integers digits = to_integers(v);
         totals = add_integers(totals, digits);
-        if (i + 16 <= d->block)
-            put_digits(to, digits, d->planes);
-        else {
-            Digit some[16 * PLANES];
-            put_digits(some, digits, d->planes);
-            memcpy(to, some, 8 * d->planes * sizeof(Digit));
-        }
+        Digit some[16 * PLANES];
+        if (d->planes == 1)
+            put_digits(some, digits, 1);
+        else
+            put_digits(some, digits, PLANES);
+        memcpy(to, some, (i + 16 <= d->block ? 16 : 8) * d->width);
     }
     *total = sum_of_integers(totals);
 }
 
 static void lay_out_row(const Digits *d, const number *x, long inputs, long row) {
-    for (long i = 0, block = 0; i < d->inputs; i += d->block, block++) {
-        const long at = block * d->rows + row, left = inputs - i;
-        lay_out_digits(x + row * inputs + i, left < d->block ? left : d->block, d, d->digits + at * d->block * d->planes,
-                       d->units + at, d->totals + at);
+    x += row * inputs;
+    for (long i = 0, at = row; i < d->inputs; i += d->block, at += d->rows) {
+        const long count = inputs - i < d->block ? inputs - i : d->block;
+        Operand *const operands = digits_at(d, at);
+        if (!d->floats)
+            lay_out_digits(x + i, count, d, digits_at(d, at), d->units + at, d->totals + at);
+        else
+            for (long j = 0; j < d->block; j++)
+                operands[j] = j < count ? operand_of(wide(x[i + j])) : 0;
     }
 }
 
@@ -160,37 +170,47 @@ static void lay_out_row(const Digits *d, const number *x, long inputs, long row)
 static void multiply_codes(Block *b, const Digits *d, long at, long rows, float *sums, Value *room,
                            const uint8_t *ahead) {
     const long most = tile_rows_of(d->planes), tiles = (rows + most - 1) / most;
-    long lines = (VECTORS + tiles - 1) / tiles, left = VECTORS;
+    long lines = b->form == HALF_BYTES || b->form == LOOKED_UP ? VECTORS / 2 : VECTORS;
     if (b->form != VALUES && tiles > 1) {
         unpack_values(b, room);
-        if (b->form != BYTES) left = VECTORS / 2, lines = (left + tiles - 1) / tiles;
         b->form = VALUES;
     }
     for (long row = 0, some; row < rows; row += some, at += some) {
         some = rows - row < most ? rows - row : most;
-        lines = lines < left ? lines : left;
-        const Digit *digits = d->digits + at * d->block * d->planes;
-        add_tile(some, d->planes, b, digits, d->units + at, d->totals + at, sums + row * PANEL,
-                 ahead, lines);
-        ahead += lines * b->steps * 64, left -= lines;
+        const long advance = tiles == 1 ? VECTORS * 64 : lines > 0 ? 64 : 0;
+        add_tile(some, d->planes, b, digits_at(d, at), d->units + at, d->totals + at,
+                 sums + row * PANEL, ahead, advance);
+        ahead += advance * b->steps, lines--;
     }
 }
 
 // Products of a panel's outputs with rows from `row` on, [rows, PANEL].
 static void multiply_panel(const Codes *c, long panel, const Digits *d, long row, long rows,
-                           float *sums, Value *room) {
+                           float *sums) {
+    union {
+        Value values[MOST_BLOCK * PANEL];
+        Operand operands[MOST_BLOCK * PANEL];
+    } room;
     const long bytes = c->block * PANEL * c->bits / 8, blocks = c->inputs / c->block;
     const long apart = (AHEAD_BYTES + bytes - 1) / bytes * bytes;
     const uint8_t *codes = c->codes + panel * blocks * bytes;
     memset(sums, 0, rows * PANEL * sizeof(float));
     Block b = {.table = c->table, .steps = c->block / STEP, .zero = c->zero};
     b.has_offsets = c->offsets.values != NULL;
+    Operand table[256];
+    if (c->floats) lay_out_table(table);
     for (long block = 0; block < blocks; block++, codes += bytes) {
         const long group = block / c->repeats;
         load_scales(&c->scales, panel, c->groups, group, b.scales);
+        if (c->floats) {
+            unpack_operands(codes, b.steps, table, room.operands);
+            const Operand *x = digits_at(d, block * d->rows + row);
+            multiply_floats(room.operands, c->block, x, rows, b.scales, sums);
+            continue;
+        }
         if (b.has_offsets) load_scales(&c->offsets, panel, c->groups, group, b.offsets);
         b.codes = codes, b.form = c->bits == 8 ? BYTES : c->table ? LOOKED_UP : HALF_BYTES;
-        multiply_codes(&b, d, block * d->rows + row, rows, sums, room, codes + apart);
+        multiply_codes(&b, d, block * d->rows + row, rows, sums, room.values, codes + apart);
     }
 }
 
@@ -201,9 +221,11 @@ INLINE long panels_of(long outputs) { return (outputs + PANEL - 1) / PANEL; }
 static Digits place_digits(const Codes *c, long rows, char **to) {
     const long blocks = c->inputs / c->block, line = 64;
     Digits d = {.rows = rows, .block = c->block, .inputs = c->inputs, .coarse = c->coarse};
+    d.floats = c->floats;
     d.planes = c->coarse ? 1 : PLANES;
-    d.digits = (Digit *)*to;
-    *to += rows * c->inputs * d.planes * sizeof(Digit);
+    d.width = c->floats ? sizeof(Operand) : d.planes * sizeof(Digit);
+    d.digits = *to;
+    *to += rows * c->inputs * d.width;
     d.units = (float *)*to;
     *to += blocks * rows * sizeof(float);
     d.totals = (int32_t *)*to;
@@ -212,7 +234,8 @@ static Digits place_digits(const Codes *c, long rows, char **to) {
 }
 
 INLINE int same_digits(const Codes *a, const Codes *b) {
-    return a->block == b->block && a->inputs == b->inputs && a->coarse == b->coarse;
+    return a->block == b->block && a->inputs == b->inputs && a->coarse == b->coarse &&
+           a->floats == b->floats;
 }
 
 // Digits of rows for each part: those of an earlier part, if they are the same. Returns the bytes
@@ -237,10 +260,9 @@ static void lay_out_all(const Linear *l, const Digits *all, const number *x, lon
 static void put_panel(const Linear *l, long part, long panel, const Digits *all, long row,
                       long rows, Target to) {
     float sums[SUM_ROWS * PANEL], other[SUM_ROWS * PANEL];
-    Value room[MOST_BLOCK * PANEL];
     const int gated = l->kind >= GATED_SILU;
-    multiply_panel(l->codes[part], panel, all + part, row, rows, sums, room);
-    if (gated) multiply_panel(l->codes[1], panel, all + 1, row, rows, other, room);
+    multiply_panel(l->codes[part], panel, all + part, row, rows, sums);
+    if (gated) multiply_panel(l->codes[1], panel, all + 1, row, rows, other);
     const float *ups = gated ? other : sums;
     for (long i = 0; i < rows; i++) {
         const Target here = at_row(to, row + i, output_width(l));

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..linear.method import Packed
-from .compile import KernelsUnavailable
 
 _KINDS = {
     torch.float32: 0,
@@ -49,6 +48,7 @@ class _Codes(ctypes.Structure):
         ("repeats", c_long),
         ("zero", c_long),
         ("coarse", c_long),
+        ("floats", c_long),
     )
 
 
@@ -61,8 +61,6 @@ class CodesArgument:
 
     def __init__(self, layer: Packed) -> None:
         assert layer.codes is not None
-        if layer.codes.numbers != "integer":
-            raise KernelsUnavailable(f"the kernels have no codes of {layer.codes.numbers}")
         form, self._parameters = layer.codes, layer.parameters
         self._table = (ctypes.c_uint8 * 16)(*form.table)
         self._arguments = _Codes(
@@ -74,6 +72,7 @@ class CodesArgument:
             repeats=form.padded_inputs // form.block,
             zero=form.zero,
             coarse=layer.activation_bits == 8,
+            floats=form.numbers == "float8_e4m3fn",
         )
         if form.groups > 1:
             self._arguments.repeats = form.group // form.block

@@ -158,8 +158,8 @@ INLINE __m256 joined(int planes, const __m256i *sums, double less) {
 // step.
 INLINE void add_outputs(int rows, int planes, int form, const Block *b, int from, int count,
                         const Digit *digits, const float *units, const int32_t *totals,
-                        float *sums, const uint8_t *ahead, long lines) {
-    const int halves = form == HALF_BYTES || form == LOOKED_UP ? 2 : 1;
+                        float *sums, const uint8_t *ahead, long advance) {
+    const int halves = form == HALF_BYTES || form == LOOKED_UP ? 2 : 1, lines = rows > 1 ? 1 : 4;
     const long apart = b->steps * 4 * planes, width = form == VALUES ? 64 : 32;
     const __m256i table = form == LOOKED_UP ? table_of(b) : _mm256_setzero_si256();
     const uint8_t *codes = b->codes + from * width;
@@ -190,8 +190,9 @@ INLINE void add_outputs(int rows, int planes, int form, const Block *b, int from
                     add_pairs(products[a][v][plane], values.of[pair], _mm256_set1_epi32(two));
             }
         }
-        for (long line = 0; line < lines; line++, ahead += 64)
-            _mm_prefetch((const char *)ahead, _MM_HINT_T0);
+        for (int line = 0; line < lines; line++)
+            _mm_prefetch((const char *)ahead + line * 64, _MM_HINT_T0);
+        ahead += advance;
         codes += EIGHTS * width;
     }
     UNROLL
@@ -213,10 +214,10 @@ INLINE void add_outputs(int rows, int planes, int form, const Block *b, int from
 // The same of all outputs, as many at a time as there are registers.
 INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit *digits,
                      const float *units, const int32_t *totals, float *sums, const uint8_t *ahead,
-                     long lines) {
+                     long advance) {
     const int count = EIGHTS / (rows * planes);
-    for (int from = 0; from < EIGHTS; from += count, lines = 0)
-        add_outputs(rows, planes, form, b, from, count, digits, units, totals, sums, ahead, lines);
+    for (int from = 0; from < EIGHTS; from += count, advance = 0)
+        add_outputs(rows, planes, form, b, from, count, digits, units, totals, sums, ahead, advance);
 }
 
 #define FORMS(add, rows, planes)                            \
@@ -228,9 +229,9 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
     }
 
 INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits, const float *units,
-                     const int32_t *totals, float *sums, const uint8_t *ahead, long lines) {
+                     const int32_t *totals, float *sums, const uint8_t *ahead, long advance) {
 #define ADD(rows, planes, form) \
-    add_form(rows, planes, form, b, digits, units, totals, sums, ahead, lines)
+    add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
     if (rows == 1 && planes == 1) {
         FORMS(ADD, 1, 1)
     } else if (planes == 1) {

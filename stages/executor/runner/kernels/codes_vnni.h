@@ -27,10 +27,16 @@ INLINE void put_digits(Digit *to, Integers x, int planes) {
         digits[plane] = _mm512_cvtepi32_epi8(x);
         x = _mm512_srai_epi32(_mm512_sub_epi32(x, low), 8);
     }
-    int32_t fours[PLANES][4];
-    for (int plane = 0; plane < planes; plane++) memcpy(fours[plane], digits + plane, 16);
-    for (int i = 0; i < 4; i++)
-        for (int plane = 0; plane < planes; plane++, to += 4) memcpy(to, &fours[plane][i], 4);
+    if (planes == 1) {
+        _mm_storeu_si128((__m128i *)to, digits[0]);
+    } else if (planes == 2) {
+        _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi32(digits[0], digits[1]));
+        _mm_storeu_si128((__m128i *)(to + 16), _mm_unpackhi_epi32(digits[0], digits[1]));
+    } else {
+        for (int plane = 0; plane < planes; plane++) UNROLL
+        for (int i = 0; i < 4; i++)
+            memcpy(to + (i * planes + plane) * 4, (int32_t *)(digits + plane) + i, 4);
+    }
 }
 
 // Rows of a tile, so that its sums stay in registers.
@@ -91,36 +97,44 @@ INLINE Floats joined(int planes, const __m512i *sums, double less) {
                                       (__m256d)halves[1], 1);
 }
 
+// In assembly: GCC would move sums between registers, and run out of them.
+INLINE __m512i add_four(__m512i sums, __m512i values, __m512i x) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(values), "v"(x));
+    return sums;
+}
+
+INLINE __m512i held_bytes(__m512i v) { return (__m512i)held((__m512)v); }
+
 // A step of a tile: the products of 256 bytes, of four inputs, or of eight if they are half bytes.
 INLINE void add_step(int rows, int planes, int form, const uint8_t *codes, const Digit *digits,
                      long apart, __m512i table, __m512i (*sums)[VECTORS][PLANES]) {
     const int halves = form == HALF_BYTES || form == LOOKED_UP ? 2 : 1;
-    __m512i values[2][VECTORS];
     UNROLL
-    for (int v = 0; v < VECTORS; v++) {
-        const __m512i some = _mm512_loadu_si512(codes + v * 64);
-        UNROLL
-        for (int half = 0; half < halves; half++)
-            values[half][v] = values_of(form, some, half, table);
-    }
-    UNROLL
-    for (int half = 0; half < halves; half++) UNROLL
-    for (int a = 0; a < rows; a++) UNROLL
-    for (int plane = 0; plane < planes; plane++) {
-        int32_t four;
-        memcpy(&four, digits + a * apart + (half * planes + plane) * 4, 4);
-        const __m512i x = _mm512_set1_epi32(four);
+    for (int half = 0; half < halves; half++) {
+        __m512i values[VECTORS];
         UNROLL
         for (int v = 0; v < VECTORS; v++)
-            sums[a][v][plane] = _mm512_dpbusd_epi32(sums[a][v][plane], values[half][v], x);
+            values[v] =
+                held_bytes(values_of(form, _mm512_loadu_si512(codes + v * 64), half, table));
+        UNROLL
+        for (int a = 0; a < rows; a++) UNROLL
+        for (int plane = 0; plane < planes; plane++) {
+            int32_t four;
+            memcpy(&four, digits + a * apart + (half * planes + plane) * 4, 4);
+            const __m512i x = held_bytes(_mm512_set1_epi32(four));
+            UNROLL
+            for (int v = 0; v < VECTORS; v++)
+                sums[a][v][plane] = add_four(sums[a][v][plane], values[v], x);
+        }
     }
 }
 
 // Adds a block's products of some rows to `sums`, and prefetches some lines with each step.
 INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit *digits,
                      const float *units, const int32_t *totals, float *sums, const uint8_t *ahead,
-                     long lines) {
+                     long advance) {
     const int halves = form == HALF_BYTES || form == LOOKED_UP ? 2 : 1;
+    const int lines = rows < 3 ? 4 : 1;
     const long steps = b->steps / halves, apart = b->steps * 4 * planes;
     const __m512i table = form == LOOKED_UP ? table_of(b) : _mm512_setzero_si512();
     __m512i products[6][VECTORS][PLANES];
@@ -135,8 +149,9 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
     const uint8_t *codes = b->codes;
     for (long i = 0; i < steps; i++) {
         add_step(rows, planes, form, codes, digits, apart, table, products);
-        for (long line = 0; line < lines; line++, ahead += 64)
-            _mm_prefetch((const char *)ahead, _MM_HINT_T0);
+        for (int line = 0; line < lines; line++)
+            _mm_prefetch((const char *)ahead + line * 64, _MM_HINT_T0);
+        ahead += advance;
         codes += 4 * PANEL, digits += 4 * planes * halves;
     }
     UNROLL
@@ -157,9 +172,9 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
 
 // Likewise.
 INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits, const float *units,
-                     const int32_t *totals, float *sums, const uint8_t *ahead, long lines) {
+                     const int32_t *totals, float *sums, const uint8_t *ahead, long advance) {
 #define ADD(rows, planes, form) \
-    add_form(rows, planes, form, b, digits, units, totals, sums, ahead, lines)
+    add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
 #define ADD_ROWS(rows, planes)                                   \
     switch (b->form) {                                           \
     case HALF_BYTES: ADD(rows, planes, HALF_BYTES); break;       \

@@ -78,7 +78,7 @@ def load_library(library: Library) -> ctypes.CDLL:
     if platform.system() != "Linux" or (library.processor and platform.machine() != "x86_64"):
         raise KernelsUnavailable(f"there are none for {platform.system()} on {platform.machine()}")
     if library.processor:
-        processor = _processor_flags()
+        processor = processor_flags()
         if not set(library.processor.split()) <= set(processor.split()):
             raise KernelsUnavailable(f"the processor has no {library.needed}")
         openmp = _openmp_of_torch()
@@ -109,7 +109,8 @@ def digest_of(library: ctypes.CDLL) -> bytes:
     return _digests[library]
 
 
-def _processor_flags() -> str:
+def processor_flags() -> str:
+    """Return the line of the processor's flags, in Linux's spelling; "" if there is none."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
             return line

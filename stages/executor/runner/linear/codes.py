@@ -73,6 +73,13 @@ class Codes(msgspec.Struct, frozen=True):
     numbers: Numbers = "integer"
 
     @property
+    def name(self) -> str:
+        """A short name: numbers and bits of the codes, and the inputs of a group if a scale is not
+        for all: "int4-128"."""
+        kind = "fp" if self.numbers != "integer" else "table" if self.table else "int"
+        return f"{kind}{self.bits}" + (f"-{self.group}" if self.groups > 1 else "")
+
+    @property
     def groups(self) -> int:
         """Groups of inputs."""
         return -(-self.inputs // self.group)

@@ -67,7 +67,7 @@ def put_codes(
     form: Codes,
     tensors: Mapping[str, Tensor],
     rounding: Rounding | None = None,
-) -> None:
+) -> ExpertCodes:
     """Put codes in the place of the stacked weights of a model's parameter.
 
     Args:
@@ -82,7 +82,7 @@ def put_codes(
     if not isinstance(experts, QuantizedExperts):
         experts = QuantizedExperts(experts)
         model.set_submodule(path, experts, strict=True)
-    experts.put(own, form, tensors, rounding)
+    return experts.put(own, form, tensors, rounding)
 
 
 def is_other_mixture(module: nn.Module) -> bool:
@@ -201,7 +201,7 @@ class QuantizedExperts(nn.Module):
         form: Codes,
         tensors: Mapping[str, Tensor],
         rounding: Rounding | None = None,
-    ) -> None:
+    ) -> ExpertCodes:
         """Replace a product's stacked weights by codes.
 
         Args:
@@ -211,7 +211,9 @@ class QuantizedExperts(nn.Module):
         self._dtype = self.get_parameter(name).dtype
         for owner in (self, *self._whole):
             del owner._parameters[name]
-        self.add_module(name, ExpertCodes(form, tensors, rounding))
+        codes = ExpertCodes(form, tensors, rounding)
+        self.add_module(name, codes)
+        return codes
 
     def boxes(self, name: str) -> list[Box]:
         """Return the parts of a tensor of the whole model's module, for `shards.boxes_in`."""

@@ -111,7 +111,9 @@ class PartsTaker:
         check_fits(name, tensor, shard)
         check_open(name, shard)
         tensor = tensor.to(shard.dtype)
-        if self._checks and name in self._parameters and not is_finite(tensor):
+        # Numbers that are not finite have no codes.
+        checks = self._checks or shard.converts
+        if checks and name in self._parameters and not is_finite(tensor):
             self._not_finite.append(name)
             return
         self._parts[name] = NewShard(

@@ -133,9 +133,10 @@ async def test_the_models(http: Client) -> None:
     assert (await http.get("/version")).json()["version"]
 
 
-async def test_models_have_their_state_s_bytes_and_format_of_codes(http: Client) -> None:
-    load = {"state_bytes": 2048, "quantization": "int8"}
-    http.engine.stage_reports = [report(stage="executor", load=load)]
+async def test_models_have_the_bytes_of_a_sequences_recurrent_state(http: Client) -> None:
+    http.engine.stage_reports = [
+        report(stage="executor", load={"state_bytes": 2048, "quantization": "int8"})
+    ]
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["state_bytes"], model["quantization"]) == (2048, "int8")
 

@@ -105,6 +105,7 @@ async def test_server_info_has_the_settings_in_use(http: Client) -> None:
     facts: dict[str, int | str] = {
         "device": "cuda:0 NVIDIA H200",
         "dtype": "bfloat16",
+        "quantization": "int8-32",
         "max_batch_size": 64,
         "experts": 8,
         "active_experts": 2,
@@ -116,6 +117,7 @@ async def test_server_info_has_the_settings_in_use(http: Client) -> None:
     info = (await http.get("/server_info")).json()
     assert [info[name] for name in names] == ["cuda", "bfloat16", 128, True, 7, 200]
     assert (info["n_experts"], info["n_active_experts"], info["parameters"]) == (8, 2, 5)
+    assert info["quantization"] == "int8-32"
 
 
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])

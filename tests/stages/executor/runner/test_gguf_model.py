@@ -92,8 +92,8 @@ def test_logits_of_each_type_are_those_of_unpacked_weights(all_types: Path) -> N
         all_types.parent, attn_implementation="eager", **options
     )
     loaded = load(all_types, dtype="float32")
-    assert loaded.quantization == f"GGUF {', '.join(sorted(KEPT))}"
-    assert loaded.quantization_notes == (
+    assert loaded.checkpoint_format == f"GGUF {', '.join(sorted(KEPT))}"
+    assert loaded.checkpoint_notes == (
         "tensors in TQ2_0 are unpacked to plain weights, some or all",
     )
     # All but the one in TQ2_0, with the embedding and the output layer.

@@ -62,14 +62,22 @@ def read_nvfp4(layer: StoredLayer, codes: str, scales: str, common: Tensor) -> R
     return ReadLayer(form, PlainCodes(_take_codes(layer, codes), Scales(wide)))
 
 
-def read_experts(name: str, blocks: Tensor, scales: Tensor) -> tuple[Codes, list[PlainCodes]]:
+def read_experts(
+    name: str, blocks: Tensor | None, scales: Tensor | None
+) -> tuple[Codes, list[PlainCodes]]:
     """Return the form of the experts of a layer of gpt-oss, and the codes of each.
 
     Args:
         name: The tensors' name, for errors.
         blocks: `[experts, outputs, groups, 16]` uint8, two codes in a byte.
         scales: `[experts, outputs, groups]` uint8, exponents.
+
+    Raises:
+        ModelError: One is missing, or doesn't fit the other.
     """
+    if blocks is None or scales is None:
+        missing = "blocks" if blocks is None else "scales"
+        raise ModelError(f"{name}_{missing} is missing; copy or convert the checkpoint again")
     if blocks.ndim != 4 or blocks.shape[3] != 16 or scales.shape[:1] != blocks.shape[:1]:
         raise ModelError(
             f"{name}_blocks and {name}_scales have the shapes {list(blocks.shape)} and "

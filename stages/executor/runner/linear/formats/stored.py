@@ -134,6 +134,23 @@ def unsupported(what: str, advice: str = "") -> ModelError:
     return ModelError(f"{what} is not supported; {advice}")
 
 
+def join_plain(parts: Sequence[PlainCodes]) -> PlainCodes:
+    """Return the codes of layers over the same inputs as those of one layer."""
+    if any(each.offsets is not None for each in parts):
+        parts = [with_offsets(each) for each in parts]
+    found = [each.offsets.values for each in parts if each.offsets is not None]
+    offsets = Scales(torch.cat(found)) if found else None
+    scales = Scales(torch.cat([each.scales.values for each in parts]))
+    return PlainCodes(torch.cat([each.codes for each in parts]), scales, offsets)
+
+
+def with_offsets(plain: PlainCodes) -> PlainCodes:
+    """Return codes with offsets, of zero if they had none."""
+    if plain.offsets is not None:
+        return plain
+    return plain._replace(offsets=Scales(torch.zeros_like(plain.scales.wide())))
+
+
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """Return codes that are packed without gaps, the first in the lowest bits.
 

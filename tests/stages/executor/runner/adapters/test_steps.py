@@ -21,6 +21,7 @@ from .....soaking import in_soak
 from ...lane import Lane, lane_of
 from ...models import VOCAB, make_model
 from ...references import generate, least_lead
+from ..weights.codes import quantized
 from .making import ALL, ATTENTION, make_adapter, merged
 
 LIMITS = AdapterLimits()
@@ -54,6 +55,25 @@ def test_one_by_one_and_together_agree(tmp_path: Path, slots: list[int]) -> None
             assert torch.equal(output[0, without], plain[0, without])
             changed = (output[0] != plain[0]).any(-1)
             assert changed.tolist() == [not each for each in without]
+
+
+def test_an_adapter_of_quantised_layers_adds_to_their_codes(tmp_path: Path) -> None:
+    made = make_model("llama")
+    quantised = wrap_model(quantized(copy.deepcopy(made)), 64)
+    assert quantised.shards is not None
+    plain = copy.deepcopy(made)
+    plain.load_state_dict(quantised.shards.read())
+    make_adapter(made, 0, tmp_path)
+    outputs = []
+    for model in (quantised, wrap_model(plain, 64)):
+        table = AdapterTable(model, LIMITS)
+        table.put(read_adapter("a", 1, str(tmp_path), model, LIMITS))
+        slots = np.array([0, -1, 0])
+        x = torch.randn(1, 3, 48, generator=torch.Generator().manual_seed(0))
+        layer = model.module.get_submodule("model.layers.1")
+        with table.applied(table.step(slots)):
+            outputs.append([layer.self_attn.q_proj(x), layer.mlp.up_proj(x)])
+    torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize(

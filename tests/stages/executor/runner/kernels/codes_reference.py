@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from nano_inference.stages.executor.runner.linear.codes import (
     Codes,
+    Numbers,
     PlainCodes,
     Scales,
     pack_plain,
@@ -28,10 +29,12 @@ class Case(NamedTuple):
     table: tuple[int, ...] = ()
     scales: str = "float32"
     offsets: str = ""
+    numbers: Numbers = "integer"
 
     @property
     def form(self) -> Codes:
-        return Codes(self.outputs, self.inputs, self.bits, self.group, self.zero, self.table)  # type: ignore[arg-type]
+        form = self.outputs, self.inputs, self.bits, self.group, self.zero, self.table
+        return Codes(*form, self.numbers)  # type: ignore[arg-type]
 
 
 class Layer(NamedTuple):

@@ -17,6 +17,14 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     FLOAT32_AVX2,
 )
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind
+from nano_inference.stages.executor.runner.linear.codes import (
+    Codes,
+    PlainCodes,
+    Scales,
+    pack_plain,
+    unpack_plain,
+)
+from nano_inference.stages.executor.runner.linear.method import Packed
 
 from ...refusals import needs_kernels
 from ...threads import several_threads
@@ -58,6 +66,10 @@ CASES = [
     Case(3, 70, 4, 24, zero=8, offsets="float32"),
     Case(1, 1000, 4, 1000, zero=255, table=tuple(range(255, 0, -16))),
 ]
+FLOATS = [
+    Case(130, 304, 8, 304, numbers="float8_e4m3fn"),
+    Case(70, 100, 8, 40, scales="bfloat16", numbers="float8_e4m3fn"),
+]
 
 
 def randn(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -96,11 +108,13 @@ def test_bits_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("activation_bits", [16, 8])
-@pytest.mark.parametrize("case", [CASES[2], CASES[3]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[3], FLOATS[1]], ids=str)
 def test_a_row_does_not_depend_on_its_neighbours_or_threads(
     dtype: torch.dtype, case: Case, activation_bits: int
 ) -> None:
     layer = random_layer(case, dtype, activation_bits=activation_bits)
+    if case in FLOATS:
+        layer.packed.parameters["codes"].remainder_(127)  # type: ignore[union-attr]
     product, x = Linear([layer.packed]), randn(dtype, 600, case.inputs)
     whole = product(x)
     for threads in (1, 2):
@@ -160,10 +174,26 @@ def test_new_weights_are_used_wherever_they_are(dtype: torch.dtype) -> None:
 
 
 def test_products_are_near_those_of_the_unpacked_weight(dtype: torch.dtype) -> None:
-    from nano_inference.stages.executor.runner.linear.codes import unpack_plain
-
-    for case in CASES:
+    for case in [*CASES, *FLOATS]:
         layer, x = random_layer(case, dtype), randn(dtype, 5, case.inputs)
+        # 127 and 255 are no numbers in e4m3.
+        if case in FLOATS:
+            layer.plain.codes.remainder_(127)
+            layer.packed.parameters.update(pack_plain(case.form, layer.plain))  # type: ignore[arg-type]
         wanted = F.linear(x.double(), unpack_plain(case.form, layer.plain).double())
         bound = (2.0**-7 if dtype is torch.bfloat16 else 2.0**-19) * wanted.abs().max()
-        assert (Linear([layer.packed])(x) - wanted).abs().max() <= bound
+        assert (Linear([layer.packed])(x) - wanted).abs().max() <= bound, case
+
+
+def test_each_floating_point_code_has_its_value(dtype: torch.dtype) -> None:
+    """Those below the least normal number, zeros with sign and NaN too."""
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 8)
+    form = Codes(256, 8, 8, 8, numbers="float8_e4m3fn")
+    plain = PlainCodes(codes, Scales(torch.ones(256, 1)))
+    parameters = {**pack_plain(form, plain), "bias": None}
+    product = Linear([Packed(parameters, 8, 256, form, dtype)])  # type: ignore[arg-type]
+    for at in range(8):
+        x = torch.zeros(1, 8, dtype=dtype)
+        x[0, at] = 1
+        wanted = codes[:, 0].view(torch.float8_e4m3fn).to(dtype)
+        assert_same(product(x)[0], wanted)

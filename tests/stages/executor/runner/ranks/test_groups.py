@@ -541,7 +541,7 @@ def test_shared_memory_needs_a_compiler_only(monkeypatch: pytest.MonkeyPatch) ->
     def absent() -> str:
         raise compile_module.KernelsUnavailable("there is none")
 
-    monkeypatch.setattr(compile_module, "_processor_flags", absent)
+    monkeypatch.setattr(compile_module, "processor_flags", absent)
     monkeypatch.setattr(compile_module, "_openmp_of_torch", absent)
     monkeypatch.setattr(compile_module.platform, "machine", lambda: "aarch64")
     compile_module.load_library(compile_module.RANKS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from .models import (
     hash_of,
     logits_of,
     make_batches,
+    make_whole_model,
     run_ranks,
     save,
 )
@@ -88,6 +90,33 @@ def test_stages_give_the_bits_of_the_whole_model(name: str, tmp_path: Path) -> N
     alone = make_runner(config, load_model(config), NUM_BLOCKS)
     expected = hash_of(logits_of(alone, make_batches(6)))
     assert hash_of(run_stages(config, 2)) == expected
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_moe"])
+def test_stages_hold_the_codes_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    """Of tied embeddings too, and after an update."""
+    folders = [save(name, tmp_path / str(seed), seed=seed) for seed in range(2)]
+    codes = {"quantization": "int4", "quantization_group": 32, "deterministic": "auto"}
+    config, wanted = (settings(folder, 2, **codes) for folder in folders)
+    alone = make_runner(wanted, load_model(wanted), NUM_BLOCKS)
+    expected = hash_of(logits_of(alone, make_batches(2)))
+    assert hash_of(run_stages(wanted, 2, num_batches=2)) == expected
+    new = dict(make_whole_model(name, seed=1).state_dict())
+
+    def after_update(runner: ModelRunner, batches: list[Batch]) -> list[Tensor]:
+        shards = runner.model.shards
+        assert shards is not None
+        shards.write(new)
+        return logits_of(runner, batches)
+
+    assert hash_of(run_stages(config, 2, num_batches=2, logits=after_update)) == expected
+
+
+@pytest.mark.parametrize("change", [{"tensor_parallel": 2}, {"rank_invariant": True}])
+def test_ranks_that_share_a_layer_have_no_codes(change: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(save("llama", tmp_path), 1, deterministic=True, quantization="int8")
+    with pytest.raises(ModelError, match=r"set engine\.tensor_parallel to 1"):
+        load_sharded(msgspec.structs.replace(config, **change), OneRank())
 
 
 def test_three_stages_and_a_dtype(tmp_path: Path) -> None:

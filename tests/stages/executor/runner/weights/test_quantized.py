@@ -20,7 +20,12 @@ from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.runner.linear import requantizing
+from nano_inference.stages.executor.runner.linear.quantized import (
+    QuantizedLinear,
+    ReorderedLinear,
+)
 from nano_inference.stages.executor.runner.linear.requantizing import CodesBox
+from nano_inference.stages.executor.runner.linear.rounding import Rounding, round_weight
 from nano_inference.stages.executor.runner.model import wrap_model
 from nano_inference.stages.executor.runner.weights.parts import PartsTaker
 from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
@@ -194,6 +199,16 @@ def test_codes_of_a_checkpoint_are_not_replaced(partial_update: bool) -> None:
     assert same(model, before)
     manager.sync_blocking({"model.norm.weight": torch.ones(48)}, partial=True)
     assert not same(model, before)
+
+
+def test_weights_are_read_in_the_order_of_the_whole_layer() -> None:
+    """Of inputs that are sorted by their groups, as in GPTQ's act-order."""
+    weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(1))
+    inner = QuantizedLinear(*round_weight(weight[:, order], Rounding(8, 8)), dtype=torch.float32)
+    (box,) = ReorderedLinear(inner, order).boxes("weight")
+    assert box.fixed
+    torch.testing.assert_close(box.read(), weight, atol=0.02, rtol=0)
 
 
 def test_outputs_are_rounded_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,9 +164,10 @@ static void lay_out_row(const Digits *d, const number *x, long inputs, long row)
 // codes. ahead: memory to prefetch as much of as the block has codes.
 static void multiply_codes(Block *b, const Digits *d, long at, long rows, float *sums, Value *room,
                            const uint8_t *ahead) {
-    const long most = tile_rows_of(d->planes), tiles = (rows + most - 1) / most;
+    const long most = tile_rows_of(d->planes);
+    // A line in each step of the first tiles. Later ones prefetch the next tile's digits.
     long lines = b->form == HALF_BYTES || b->form == LOOKED_UP ? VECTORS / 2 : VECTORS;
-    if (b->form != VALUES && tiles > 1) {
+    if (rows > DIRECT_ROWS) {
         unpack_values(b, room);
         b->form = VALUES;
     }
@@ -174,7 +175,7 @@ static void multiply_codes(Block *b, const Digits *d, long at, long rows, float 
         const long left = rows - row;
         some = left < most ? left : left == most + 1 ? (most + 1) / 2 : most;
         const char *next = (const char *)ahead;
-        long advance = tiles == 1 ? VECTORS * 64 : 64;
+        long advance = rows <= DIRECT_ROWS ? VECTORS * 64 : 64;
         if (lines-- > 0)
             ahead += advance * b->steps;
         else

@@ -16,6 +16,7 @@ enum { PLANES = 1 };
 #endif
 enum {
     EIGHTS = PANEL / 8,  // vectors of a panel's outputs
+    DIRECT_ROWS = 1,     // multiplied by codes without unpacking these
     LOW_BITS = 11,       // of X in the last of two digits
 };
 
@@ -233,26 +234,26 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
         add_outputs(rows, planes, form, b, from, count, digits, units, totals, sums, ahead, advance);
 }
 
-#define FORMS(add, rows, planes)                            \
-    switch (b->form) {                                      \
-    case BYTES: add(rows, planes, BYTES); break;            \
-    case HALF_BYTES: add(rows, planes, HALF_BYTES); break;  \
-    case LOOKED_UP: add(rows, planes, LOOKED_UP); break;    \
-    default: add(rows, planes, VALUES); break;              \
-    }
-
 INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits, const float *units,
                      const int32_t *totals, float *sums, const char *ahead, long advance) {
 #define ADD(rows, planes, form) \
     add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
-    if (rows == 1 && planes == 1) {
-        FORMS(ADD, 1, 1)
-    } else if (planes == 1) {
-        FORMS(ADD, 2, 1)
-    } else if (rows == 1) {
-        FORMS(ADD, 1, PLANES)
-    } else {
-        FORMS(ADD, 2, PLANES)
+#define ADD_ROWS(planes)                                     \
+    if (rows == 2) {                                         \
+        ADD(2, planes, VALUES);                              \
+    } else {                                                 \
+        switch (b->form) {                                   \
+        case BYTES: ADD(1, planes, BYTES); break;            \
+        case HALF_BYTES: ADD(1, planes, HALF_BYTES); break;  \
+        case LOOKED_UP: ADD(1, planes, LOOKED_UP); break;    \
+        default: ADD(1, planes, VALUES); break;              \
+        }                                                    \
     }
+    if (planes == 1) {
+        ADD_ROWS(1)
+    } else {
+        ADD_ROWS(PLANES)
+    }
+#undef ADD_ROWS
 #undef ADD
 }

@@ -10,6 +10,7 @@ enum { PLANES = 3 };
 #else
 enum { PLANES = 2 };
 #endif
+enum { DIRECT_ROWS = 2 };  // multiplied by codes without unpacking these
 
 INLINE Integers no_integers(void) { return _mm512_setzero_si512(); }
 
@@ -196,30 +197,30 @@ INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits,
                      const int32_t *totals, float *sums, const char *ahead, long advance) {
 #define ADD(rows, planes, form) \
     add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
-#define ADD_ROWS(rows, planes)                                   \
-    switch (b->form) {                                           \
-    case HALF_BYTES: ADD(rows, planes, HALF_BYTES); break;       \
-    case LOOKED_UP: ADD(rows, planes, LOOKED_UP); break;         \
-    default: ADD(rows, planes, BYTES); break;                    \
+#define ADD_FORMS(rows, planes)                                \
+    switch (b->form) {                                         \
+    case HALF_BYTES: ADD(rows, planes, HALF_BYTES); break;     \
+    case LOOKED_UP: ADD(rows, planes, LOOKED_UP); break;       \
+    default: ADD(rows, planes, VALUES); break;                 \
     }
     if (planes == 1) {
         switch (rows) {
-        case 1: ADD_ROWS(1, 1); break;
-        case 2: ADD_ROWS(2, 1); break;
-        case 3: ADD_ROWS(3, 1); break;
-        case 4: ADD_ROWS(4, 1); break;
-        case 5: ADD_ROWS(5, 1); break;
-        default: ADD_ROWS(6, 1); break;
+        case 1: ADD_FORMS(1, 1); break;
+        case 2: ADD_FORMS(2, 1); break;
+        case 3: ADD(3, 1, VALUES); break;
+        case 4: ADD(4, 1, VALUES); break;
+        case 5: ADD(5, 1, VALUES); break;
+        default: ADD(6, 1, VALUES); break;
         }
         return;
     }
     switch (rows) {
-    case 1: ADD_ROWS(1, PLANES); break;
-    case 2: ADD_ROWS(2, PLANES); break;
+    case 1: ADD_FORMS(1, PLANES); break;
+    case 2: ADD_FORMS(2, PLANES); break;
 #ifndef FLOAT32
-    default: ADD_ROWS(3, PLANES); break;
+    default: ADD(3, PLANES, VALUES); break;
 #endif
     }
-#undef ADD_ROWS
+#undef ADD_FORMS
 #undef ADD
 }

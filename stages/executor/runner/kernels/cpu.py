@@ -227,7 +227,7 @@ class Linear:
         """Take one to four layers, all with codes or none; their weights are used in place.
 
         Raises:
-            KernelsUnavailable: The kernels don't have these codes.
+            KernelsUnavailable: There are none for the layers' dtype here.
         """
         self.parameters = [layer.parameters for layer in layers]
         self.dtype = layers[0].dtype

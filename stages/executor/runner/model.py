@@ -119,6 +119,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         latent_attention=config.latent_attention,
     )
     if plan is not None:
+        trim(torch.device("cpu"))  # of weights that the probing pass unpacked
         model = replace(model, checkpoint_format=plan.label, checkpoint_notes=plan.notes)
     return replace(model, is_shared=False)
 
@@ -158,7 +159,8 @@ def wrap_model(
     generates = output is not None
     end = output or module.get_input_embeddings()
     # Of codes, a tensor without numbers.
-    weight = getattr(end, "placeholder", getattr(end, "weight", None))
+    name = "placeholder" if hasattr(end, "placeholder") else "weight"
+    weight = getattr(end, name, None)
     if pipeline is not None:
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):

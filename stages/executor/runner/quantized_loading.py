@@ -30,14 +30,14 @@ from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain
 from .linear.dense import DenseLinear
 from .linear.experts import ExpertCodes, expert_products, is_other_mixture, put_codes, round_experts
-from .linear.method import LinearMethod
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
 from .linear.rounding import Rounding, round_weight
 from .system_memory import drop_pages, mapped_files
 from .whole_model import widen
 
 _LEAST_SHARE = 16
-"""Layers with fewer inputs or outputs than this share of the hidden size are not quantised."""
+"""Layers with fewer inputs or outputs than this share of the hidden size, such as for a state's
+decay, have 8 bits: they are small, and other numbers depend on theirs."""
 
 KEPT = re.compile(r"router|(^|[._])gate$|indexer|kv_b_proj$")
 """Names of layers that are not quantised: routers, indexers, and the layer that latent attention
@@ -155,7 +155,7 @@ class MadeAtLoad(Plan):
 
     def __init__(self, config: EngineConfig) -> None:
         self.roundings: dict[str, Rounding] = {}
-        self.label = _label_of(config)
+        self.label = config.quantization
         self._config = config
 
     def prepare(self, model: Any) -> None:
@@ -167,13 +167,6 @@ class MadeAtLoad(Plan):
 
     def handles(self, name: str) -> bool:
         return name in self.roundings
-
-
-def _label_of(config: EngineConfig) -> str:
-    """Return the format for people, such as "int4 in groups of 128 with zero points"."""
-    group = config.quantization_group or (_GROUP if config.quantization == "int4" else 0)
-    label = f"{config.quantization} in groups of {group}" if group else config.quantization
-    return label + " with zero points" * config.quantization_zero_points
 
 
 class StoredCodes(Plan):
@@ -427,8 +420,7 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     """Return the codes to make of a model's layers by the settings; {} for none.
 
     They are for linear layers and experts of the text model, and for the output layer with an
-    embedding that is tied to it. Layers that decide where tokens go, or how fast a state decays,
-    stay as they are: they are small, and their errors multiply.
+    embedding that is tied to it. Layers that decide where tokens go stay as they are.
 
     Raises:
         ModelError: A pattern of the settings matches no module, there are no such layers, or there
@@ -446,7 +438,7 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
     bits: Literal[4, 8] = 8 if config.quantization == "int8" else 4
     group = config.quantization_group or (_GROUP if bits == 4 else 0)
     inner = Rounding(bits, group, config.quantization_zero_points)
-    output = Rounding(8, config.quantization_group, config.quantization_zero_points)
+    fine = Rounding(8, config.quantization_group, config.quantization_zero_points)
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     text = model.config.get_text_config()
     decoder = model.get_decoder() if text is not model.config else model.base_model
@@ -459,11 +451,14 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
         method = method_of(module)
         layer = method if isinstance(method, DenseLinear) else None
         if layer is not None and module is ends[0]:
-            found[name] = output
+            found[name] = fine
         elif id(module) not in own:
             continue
-        elif name in stacked or (layer is not None and _is_large(name, layer, hidden)):
+        elif name in stacked:
             found[name] = inner
+        elif layer is not None and not KEPT.search(name):
+            small = _LEAST_SHARE * min(layer.inputs, layer.outputs) < hidden
+            found[name] = fine if small else inner
         elif is_other_mixture(module):
             raise ModelError(
                 f"engine.quantization {config.quantization}: {name} ({type(module).__name__}) has "
@@ -473,20 +468,13 @@ def roundings_of(model: Any, config: EngineConfig) -> dict[str, Rounding]:
             )
     pair = tied_pair(model)
     if pair and pair[0] in found:
-        found[pair[1]] = output
+        found[pair[1]] = fine
     if not found:
         raise ModelError(
             f"engine.quantization: {type(model).__name__} has no linear layers that can be "
             "quantised; set it to 'auto'"
         )
     return found
-
-
-def _is_large(name: str, layer: LinearMethod, hidden: int) -> bool:
-    """Return whether a linear layer is quantised: not routers, gates and other small ones."""
-    if KEPT.search(name):
-        return False
-    return _LEAST_SHARE * min(layer.inputs, layer.outputs) >= hidden
 
 
 def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:

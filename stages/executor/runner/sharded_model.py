@@ -61,7 +61,7 @@ def load_sharded(
         )
     register_attention()
     hf_config = load_config(folder)
-    _check_supported(folder, hf_config, config)
+    _check_supported(folder, hf_config)
     check_architecture(hf_config)
     files = tensor_files(folder)
     whole = make_whole(hf_config, _dtype_of(config, hf_config, files))
@@ -150,7 +150,7 @@ def _check_no_mixers(whole: nn.Module) -> None:
         )
 
 
-def _check_supported(folder: Path, hf_config: PreTrainedConfig, config: EngineConfig) -> None:
+def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
     reason = ""
     if (folder / LINK).is_file():
         reason = "is a GGUF file, which is read as a whole"
@@ -162,8 +162,6 @@ def _check_supported(folder: Path, hf_config: PreTrainedConfig, config: EngineCo
         reason = "has quantized weights"
     elif not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         reason = "has no weights in safetensors' format"
-    elif config.quantization != "auto":
-        reason = f"gets codes (engine.quantization {config.quantization})"
     if reason:
         raise ModelError(f"{folder} {reason}, so it can't be sharded; {_ALONE}")
 
@@ -231,7 +229,8 @@ def shard_model(
         put_empty_codes(module, whole, config, absent)
     output, embedding = method_of(module.get_output_embeddings()), module.get_input_embeddings()
     tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
-    if tied and output is not None and isinstance(embedding, VocabParallelEmbedding):
+    plain = isinstance(embedding, VocabParallelEmbedding) and embedding.is_plain
+    if tied and output is not None and plain:
         output.local.weight = embedding.inner.weight
     _allocate(module, device, huge=huge_pages)
     state = whole.state_dict(keep_vars=True)

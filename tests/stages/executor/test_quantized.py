@@ -65,6 +65,7 @@ def bits(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
         ("llama", "int4", {"quantization_group": 32, "quantization_zero_points": True}),
         ("qwen2", "int4", {}),
         ("gemma3_text", "int8", {"quantization_group": 32}),
+        ("qwen3_5_text", "int4", {}),
     ],
 )
 def test_tokens_are_those_of_the_unpacked_weights(
@@ -114,7 +115,7 @@ def test_deterministic_mode_is_the_default_with_kernels(tmp_path: Path) -> None:
     facts = facts_of_model(core)
     held = sum(each.nbytes for each in core.model.module.parameters())
     assert facts["weight_bytes"] == held < 0.5 * 2 * int(facts["parameters"])
-    assert (facts["quantization"], facts["dtype"]) == ("int4 in groups of 128", "bfloat16")
+    assert (facts["quantization"], facts["dtype"]) == ("int4-128+int8", "bfloat16")
 
 
 def test_codes_are_not_made_of_a_module_in_memory(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from .method import LinearMethod, Packed
 from .requantizing import CodesBox
 from .rounding import Rounding
 
-_UNPACKED = 1 << 23
-"""Numbers that are unpacked at a time, 32 MiB in float32."""
+_UNPACKED = 1 << 20
+"""Numbers that are unpacked at a time, 4 MiB in float32: larger pieces stay with malloc."""
 
 
 class _Coded(nn.Module):

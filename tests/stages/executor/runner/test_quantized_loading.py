@@ -26,6 +26,7 @@ from nano_inference.stages.executor.runner.loaded_model import LoadedModel
 from nano_inference.stages.executor.runner.quantized_loading import LayerCodes, StoredCodes
 
 from ..models import make_model, save
+from ..vision_models import make_vision_model
 
 
 def loaded(folder: Path, quantization: str = "int8", **settings: Any) -> LoadedModel:
@@ -119,10 +120,26 @@ def test_layers_that_patterns_name_stay_plain(tmp_path: Path) -> None:
     assert {"lm_head", "model.embed_tokens"}.isdisjoint(held)
 
 
-def test_routers_and_other_small_layers_stay_plain(tmp_path: Path) -> None:
+def test_small_layers_have_8_bits(tmp_path: Path) -> None:
+    """All projections of a mixer are one product, so all have codes."""
+    save(make_model("qwen3_5_text", linear_num_value_heads=2, linear_num_key_heads=2), tmp_path)
+    held = codes_in(loaded(tmp_path, "int4").module)
+    mixer = next(name for name in held if "in_proj_qkv" in name).removesuffix("in_proj_qkv")
+    assert held[f"{mixer}in_proj_qkv"].bits == 4
+    assert held[f"{mixer}in_proj_b"].bits == held[f"{mixer}in_proj_a"].bits == 8
+
+
+def test_routers_stay_plain(tmp_path: Path) -> None:
     held = codes_in(loaded(save(make_model("qwen3_moe"), tmp_path)).module)
     assert "model.layers.0.self_attn.q_proj" in held
     assert not any(name.endswith(".gate") for name in held)
+
+
+def test_only_the_text_part_of_a_model_for_images_is_quantised(tmp_path: Path) -> None:
+    make_vision_model("qwen2_vl").save_pretrained(tmp_path)
+    held = codes_in(loaded(tmp_path).module)
+    assert "model.language_model.layers.0.mlp.up_proj" in held
+    assert all(name.startswith("model.language_model.") or name == "lm_head" for name in held)
 
 
 def test_pattern_without_a_module_is_refused(tmp_path: Path) -> None:

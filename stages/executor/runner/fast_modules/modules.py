@@ -90,13 +90,7 @@ class FastModules:
         def run(cache: KVCache = cache) -> None:
             model_forward(model.module, inputs, cache)
 
-        compared = run
-        if cache.codes is not None:
-            from ..kv_codes import keep_numbers
-
-            # A number that is rounded in another way may get another code, far beyond rounding.
-            plain = KVCache(keep_numbers(model), tables.size, cache.block_size, num_slots=1)
-            compared = partial(run, plain)
+        compared = partial(run, _numbers_beside(cache, model, tables.size))
         if model.mixers is not None:
             # Each pass begins a sequence.
             self._begin = partial(cache.drop, 0)
@@ -216,6 +210,16 @@ class FastModules:
 
 
 def _nothing() -> None: ...
+
+
+def _numbers_beside(cache: KVCache, model: LoadedModel, num_blocks: int) -> KVCache:
+    """Return a cache for comparisons within rounding: one that keeps numbers, since one that is
+    rounded in another way may get another code, far beyond rounding."""
+    if cache.codes is None:
+        return cache
+    from ..kv_codes import keep_numbers
+
+    return KVCache(keep_numbers(model), num_blocks, cache.block_size, num_slots=1)
 
 
 def module_kernels(device: torch.device) -> ModuleType:

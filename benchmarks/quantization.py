@@ -96,7 +96,9 @@ def write_fp8(folder: Path) -> Path:
 FILES: dict[str, Callable[[Path], Path]] = {
     "FP8 by output": write_fp8,
     "GGUF Q8_0": partial(write_gguf, kind="Q8_0"),
-    "GGUF Q4_0": partial(write_gguf, kind="Q4_0", embedding="Q8_0"),
+    "GGUF Q4_0": partial(
+        write_gguf, kind=lambda name: "Q8_0" if name.startswith("token_embd") else "Q4_0"
+    ),
 }
 """Formats that are read from a file: the function writes it. K-quants need rows of 256 numbers,
 which this model hasn't."""

@@ -38,8 +38,8 @@ FORMS: dict[str, tuple[int, int, int] | None] = {
     "int8/32": (8, 32, 16),
     "int4/128": (4, 128, 16),
     "int4/32": (4, 32, 16),
-    "int8, 8-bit activations": (8, 0, 8),
-    "int4/128, 8-bit activations": (4, 128, 8),
+    "int8 and 8-bit activations": (8, 0, 8),
+    "int4/128 and 8-bit activations": (4, 128, 8),
 }
 """Bits, group (0: one scale per output) and bits of activations."""
 FEW_ROWS, COLD_BYTES = 16, 96 << 20

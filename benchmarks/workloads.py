@@ -90,6 +90,7 @@ class Workload:
 WORKLOADS = {
     "W1": Workload(1, 128, 128, (64, 64)),
     "W1-short": Workload(1, 128, 128, (16, 16)),
+    "W1-short-4": Workload(4, 128, 128, (16, 16)),
     "W2": Workload(16, 128, 128, (64, 64)),
     "W2-short": Workload(16, 128, 128, (16, 16)),
     "W3": Workload(4, 256, 256, (32, 32), samples=8, temperature=1.0),

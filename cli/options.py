@@ -96,7 +96,9 @@ class Options(msgspec.Struct, frozen=True):
     ] = None
     reference: Annotated[
         str | None,
-        _setting("--reference FOLDER", "Scores what the model generates; or unquantized (settings.md)."),
+        _setting(
+            "--reference FOLDER", "Scores what the model generates; or unquantized (settings.md)."
+        ),
     ] = None
     config_file: Annotated[Path | None, _setting("--config FILE", "YAML with settings.")] = None
     settings: Annotated[

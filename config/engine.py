@@ -351,10 +351,16 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     def of_reference(self) -> EngineConfig:
         """Return the settings of the reference model."""
-        own = {"model_path": self.reference_model_path}
-        if self.keeps_unquantized:
-            own = {"model_path": self.model_path, "quantization": "auto"}
-        return msgspec.structs.replace(self.on_one_rank(), reference_model_path="", **own)
+        own = msgspec.structs.replace(self.on_one_rank(), reference_model_path="")
+        if not self.keeps_unquantized:
+            return msgspec.structs.replace(own, model_path=self.reference_model_path)
+        return msgspec.structs.replace(
+            own,
+            quantization="auto",
+            quantization_group=0,
+            quantization_zero_points=False,
+            quantization_ignore=(),
+        )
 
     @property
     def num_ranks(self) -> int:

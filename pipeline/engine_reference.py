@@ -10,8 +10,8 @@ import msgspec
 from ..config import EngineConfig, SamplingParams
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.parts.weights import WeightChanges
-from ..stages.executor.runner.loaded_model import add_unquantized
 from ..stages.executor.runner.weights.sync_manager import weights_lost
+from ..stages.executor.runner.whole_model import add_unquantized
 from .engine_requests import Finished
 from .rollouts import TrainingSample
 
@@ -60,7 +60,7 @@ class EngineReference:
         Raises:
             ModelError: The model has no codes.
         """
-        add_unquantized(core.model, self._engine._executor.model.module)
+        add_unquantized(core.model.shards, self._engine._executor.model.module)
         self._shared = core.part(WeightChanges)
 
     def score(self, *args: Any) -> Scores:

@@ -21,11 +21,16 @@ class Ours(worker.Engine):
         # A sequence of a hybrid model has megabytes of state.
         quantization, *more = worker.weight_format().split("-")
         hybrid = "linear_num_value_heads" in SHAPES[shape]
+        # As llamacpp.py has it, a file in GGUF's own types.
+        from_file = quantization.startswith("Q")
+        file = folder.with_name(f"{folder.name}-{quantization}.gguf") if from_file else folder
+        if from_file:
+            quantization = "auto"
         config = EngineConfig(
-            model_path=str(folder),
+            model_path=str(file),
             max_model_len=2048,
             max_batch_size=16 if hybrid else 64,
-            kv_cache_bytes=3 << 29 if hybrid else 1 << 29,
+            kv_cache_bytes=3 << 29 if hybrid else 1 << 27 if shape == "L" else 1 << 29,
             quantization=quantization or "auto",  # type: ignore[arg-type]
             quantization_group=next((int(each) for each in more if each.isdigit()), 0),  # type: ignore[arg-type]
             activation_bits=8 if "a8" in more else 16,

@@ -45,7 +45,6 @@ from .parts.memory import MemoryRelease
 from .parts.weights import WeightChanges
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
-from .runner.loaded_model import add_unquantized
 from .runner.loading import load_ranks
 from .runner.progress import loaded_share
 from .runner.ranks.commands import Reply
@@ -97,7 +96,9 @@ def _load(
     # First, since the other model's KV cache takes the remaining memory.
     reference = ReferenceModel(config) if config.reference_model_path else None
     if reference is not None and config.keeps_unquantized:
-        add_unquantized(model, reference.module)
+        from .runner.whole_model import add_unquantized
+
+        add_unquantized(model.shards, reference.module)
     core = ExecutorCore(config, now_ns=now_ns, model=model, shares_kv=shares_kv, ranks=ranks)
     if reference is not None:
         reference.check_fits(core)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nano_inference.stages.executor.runner import quantized_folder
 from nano_inference.stages.executor.runner.linear.codes import unpack_plain
+from nano_inference.stages.executor.runner.linear.experts import ExpertCodes
 from nano_inference.stages.executor.runner.linear.quantized import QuantizedLinear
 from nano_inference.stages.executor.runner.linear.rounding import Rounding, round_rows
 
@@ -200,6 +201,9 @@ def test_experts_are_quantised_and_their_router_is_not(
     down = torch.stack([rounded(each, Rounding(4, 32)) for each in wanted[f"{experts}.down_proj"]])
     assert found[f"{experts}.down_proj"].equal(down)
     assert found["model.layers.0.mlp.gate.weight"].equal(wanted["model.layers.0.mlp.gate.weight"])
+    codes = load(tmp_path / "new").module.get_submodule(f"{experts}.down_proj")
+    assert type(codes) is ExpertCodes
+    assert all(codes.unpacked(index).to(down.dtype).equal(each) for index, each in enumerate(down))
 
 
 def test_layers_whose_inputs_fill_no_groups_stay_and_are_named(run: Run, tmp_path: Path) -> None:

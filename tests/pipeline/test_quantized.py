@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano_inference import EngineConfig, FolderWeights, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.config import Config, ConfigError, ModelError, RequestError
+from nano_inference.config import Config, ConfigError, ModelError, RequestError, WeightsError
 from nano_inference.pipeline.exact_forward import ExactForward
 from nano_inference.stages.executor import load_model
 
 from . import reference, short_model
-from .builders import raises
 
 SHORT_MODEL = True
 PROMPT = [60, 61, 62]
@@ -69,7 +68,7 @@ def test_an_updated_engine_has_the_bits_of_one_that_was_started_with_the_weights
         assert (back.logprobs, back.weight_version) == (before.logprobs, 2)
         engine.release_memory(["weights"])
         engine.resume_memory(["weights"])
-        with raises("weights_incomplete"):
+        with pytest.raises(WeightsError, match="memory was released"):
             engine.update_weights({"model.norm.weight": torch.ones(128)}, partial=True)
         engine.update_weights(FolderWeights(str(trained)), version=9)
         (restored,) = engine.generate([PROMPT], PARAMS)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ....config import ModelError
 from .attention_options import AttentionOptions, Span
 from .shards import ShardedWeights
 from .state.kinds import IndexKeys, LayerState, StateTensor
@@ -213,20 +212,6 @@ def with_codes(module: nn.Module, dtype: torch.dtype) -> ShardedWeights | None:
     from .whole_model import places_of_codes
 
     return places_of_codes(module, dtype)
-
-
-def add_unquantized(model: LoadedModel, module: nn.Module) -> None:
-    """Have updates of a model with codes replace the weights of a plain one, too.
-
-    Raises:
-        ModelError: The model has no codes.
-    """
-    if model.shards is None or not model.forms:
-        raise ModelError(
-            "engine.reference_model_path unquantized: no layer of the model is quantised; leave it "
-            "out, or name fewer layers in engine.quantization_ignore"
-        )
-    model.shards.others.append(module)
 
 
 def experts_of(hf_config: Any) -> tuple[int, int]:

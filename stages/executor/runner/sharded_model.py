@@ -229,7 +229,8 @@ def shard_model(
         put_empty_codes(module, whole, config, absent)
     output, embedding = method_of(module.get_output_embeddings()), module.get_input_embeddings()
     tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
-    if tied and output is not None and isinstance(embedding, VocabParallelEmbedding):
+    plain = isinstance(embedding, VocabParallelEmbedding) and embedding.is_plain
+    if tied and output is not None and plain:
         output.local.weight = embedding.inner.weight
     _allocate(module, device, huge=huge_pages)
     state = whole.state_dict(keep_vars=True)

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import build_glob_alternation
 
@@ -56,3 +57,21 @@ def places_of_codes(module: Any, dtype: torch.dtype) -> ShardedWeights:
         dtype: The model's, before its weights became codes.
     """
     return ShardedWeights.of(module, whole=make_whole(module.config, dtype, type(module)))
+
+
+def add_unquantized(shards: ShardedWeights | None, module: nn.Module) -> None:
+    """Have updates of a model with codes replace the weights of a plain one, too.
+
+    Args:
+        shards: Those of the model with codes.
+        module: The plain model.
+
+    Raises:
+        ModelError: The model has no codes.
+    """
+    if shards is None:
+        raise ModelError(
+            "engine.reference_model_path unquantized: no layer of the model is quantised; leave it "
+            "out, or name fewer layers in engine.quantization_ignore"
+        )
+    shards.others.append(module)

@@ -150,8 +150,8 @@ INLINE void gather_positions(int codes, const Attention *a, const int64_t *table
     }
 }
 
-static void gather(const Attention *a, const int64_t *table, long start, long context,
-                   long kv_head, Operand *keys, Operand *values) {
+static void gather(const Attention *a, const int64_t *table, long start, long context, long kv_head,
+                   Operand *keys, Operand *values) {
     switch (a->codes) {
     case 0: gather_positions(0, a, table, start, context, kv_head, keys, values); break;
     case INT8_CODES:

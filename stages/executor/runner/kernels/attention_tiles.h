@@ -3,8 +3,8 @@
 
 enum {
     KEYS_AS_NUMBERS = 0,  // laid out as such, row by row
-    GATHERED = 32,  // positions per gather: those of a tile of weights
-    GRAIN = TILE,   // rows that are multiplied together
+    GATHERED = 32,        // positions per gather: those of a tile of weights
+    GRAIN = TILE,         // rows that are multiplied together
 };
 
 INLINE void begin_attention(void) { shape_tiles(TILE, TILE); }

@@ -15,8 +15,8 @@ enum {
     VECTORS = PANEL / 16,  // of a panel's outputs
     STEP = 4,              // inputs of an output that are together
     MOST_BLOCK = 128,      // inputs
-    DIGIT_ROWS = 256,      // whose digits are made together
-    SUM_ROWS = 64,         // whose sums stay in the first-level cache
+    DIGIT_ROWS = 264,      // whose digits are made together
+    SUM_ROWS = 66,         // whose sums stay in the first-level cache
     AHEAD_BYTES = 4096,    // at least, from codes to those that are prefetched
 };
 
@@ -114,26 +114,21 @@ INLINE float power_of_two(long n) {
 // of 2^-100.
 static void lay_out_digits(const number *x, long count, const Digits *d, Digit *to, float *unit,
                            int32_t *total) {
-    Floats largest = zeros();
-    Mask broken = 0;
-    for (long i = 0; i < count; i += 16) {
-        const Floats v = load_wide_some(x + i, first(count - i));
-        largest = maximum(largest, maximum(v, subtract(zeros(), v)));
-        broken |= not_numbers(v);
-    }
-    float most = largest_of(largest);
-    if (broken || most == INFINITY) {
+    uint32_t bits = largest_bits(x, count);
+    const uint32_t least = 27u << 23, infinite = 255u << 23;  // 2^-100
+    if (bits >= infinite) {
         memset(to, 0, d->block * d->width);
         *unit = NAN, *total = 0;
         return;
     }
-    most = most > 0x1p-100f ? most : 0x1p-100f;
-    float factor = 127.0f / most;
-    *unit = most / 127.0f;
-    if (!d->coarse) {
-        int exponent;
-        frexpf(most, &exponent);
-        const long shift = FRACTION + 1 - exponent;
+    if (bits < least) bits = least;
+    float factor;
+    if (d->coarse) {
+        float most;
+        memcpy(&most, &bits, 4);
+        factor = 127.0f / most, *unit = most / 127.0f;
+    } else {
+        const long shift = FRACTION + 127 - (long)(bits >> 23);
         factor = power_of_two(shift), *unit = power_of_two(-shift);
     }
     const Floats times = spread(factor);
@@ -142,12 +137,12 @@ static void lay_out_digits(const number *x, long count, const Digits *d, Digit *
         const Floats v = multiply(load_wide_some(x + i, first(count - i)), times);
         const Integers digits = to_integers(v);
         totals = add_integers(totals, digits);
-        Digit some[16 * PLANES];
+        Digit some[16 * PLANES], *const place = i + 16 <= d->block ? to : some;
         if (d->planes == 1)
-            put_digits(some, digits, 1);
+            put_digits(place, digits, 1);
         else
-            put_digits(some, digits, PLANES);
-        memcpy(to, some, (i + 16 <= d->block ? 16 : 8) * d->width);
+            put_digits(place, digits, PLANES);
+        if (place == some) memcpy(to, some, 8 * d->width);
     }
     *total = sum_of_integers(totals);
 }
@@ -176,11 +171,16 @@ static void multiply_codes(Block *b, const Digits *d, long at, long rows, float 
         b->form = VALUES;
     }
     for (long row = 0, some; row < rows; row += some, at += some) {
-        some = rows - row < most ? rows - row : most;
-        const long advance = tiles == 1 ? VECTORS * 64 : lines > 0 ? 64 : 0;
+        const long left = rows - row;
+        some = left < most ? left : left == most + 1 ? (most + 1) / 2 : most;
+        const char *next = (const char *)ahead;
+        long advance = tiles == 1 ? VECTORS * 64 : 64;
+        if (lines-- > 0)
+            ahead += advance * b->steps;
+        else
+            next = digits_at(d, at + some), advance = some * d->block * d->width / b->steps;
         add_tile(some, d->planes, b, digits_at(d, at), d->units + at, d->totals + at,
-                 sums + row * PANEL, ahead, advance);
-        ahead += advance * b->steps, lines--;
+                 sums + row * PANEL, next, advance);
     }
 }
 
@@ -290,6 +290,7 @@ static void codes_by_team(const Linear *l, const number *x, long rows, const num
     for (long from = 0; from < rows; from += DIGIT_ROWS) {
         const long some = rows - from < DIGIT_ROWS ? rows - from : DIGIT_ROWS;
         const long pieces = (some + SUM_ROWS - 1) / SUM_ROWS, width = l->inputs;
+        const long piece = (some + 6 * pieces - 1) / (6 * pieces) * 6;
         char *memory = NULL;
         if (some <= few) {
             memory = memory_for(place_all_digits(l, some, NULL, all));
@@ -304,8 +305,8 @@ static void codes_by_team(const Linear *l, const number *x, long rows, const num
         }
 #pragma omp for schedule(dynamic)
         for (long item = 0; item < pieces * chunks.count; item++) {
-            const long row = item / chunks.count * SUM_ROWS;
-            const long count = some - row < SUM_ROWS ? some - row : SUM_ROWS;
+            const long row = item / chunks.count * piece;
+            const long count = some - row < piece ? some - row : piece;
             const long start = item % chunks.count * chunks.size, stop = start + chunks.size;
             for (long part = 0, base = 0, offset = 0; part < parts; part++) {
                 const long own = panels_of(l->outputs[part]);

@@ -45,6 +45,19 @@ INLINE __m256i half_of(Floats v, int half) {
 
 INLINE Integers to_integers(Floats v) { return (Integers){half_of(v, 0), half_of(v, 1)}; }
 
+// The bits of the largest number without its sign, as a float: infinity and NaN are the largest.
+INLINE uint32_t largest_bits(const number *x, long count) {
+    uint32_t largest = 0;
+    for (long i = 0; i < count; i++) {
+        const float v = wide(x[i]);
+        uint32_t bits;
+        memcpy(&bits, &v, 4);
+        bits &= INT32_MAX;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
 // Digits of eight inputs.
 INLINE void put_eight(Digit *to, __m256i x, int planes) {
     for (int plane = planes - 1; plane >= 0; plane--) {
@@ -158,7 +171,7 @@ INLINE __m256 joined(int planes, const __m256i *sums, double less) {
 // step.
 INLINE void add_outputs(int rows, int planes, int form, const Block *b, int from, int count,
                         const Digit *digits, const float *units, const int32_t *totals,
-                        float *sums, const uint8_t *ahead, long advance) {
+                        float *sums, const char *ahead, long advance) {
     const int halves = form == HALF_BYTES || form == LOOKED_UP ? 2 : 1, lines = rows > 1 ? 1 : 4;
     const long apart = b->steps * 4 * planes, width = form == VALUES ? 64 : 32;
     const __m256i table = form == LOOKED_UP ? table_of(b) : _mm256_setzero_si256();
@@ -191,7 +204,7 @@ INLINE void add_outputs(int rows, int planes, int form, const Block *b, int from
             }
         }
         for (int line = 0; line < lines; line++)
-            _mm_prefetch((const char *)ahead + line * 64, _MM_HINT_T0);
+            _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
         ahead += advance;
         codes += EIGHTS * width;
     }
@@ -213,7 +226,7 @@ INLINE void add_outputs(int rows, int planes, int form, const Block *b, int from
 
 // The same of all outputs, as many at a time as there are registers.
 INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit *digits,
-                     const float *units, const int32_t *totals, float *sums, const uint8_t *ahead,
+                     const float *units, const int32_t *totals, float *sums, const char *ahead,
                      long advance) {
     const int count = EIGHTS / (rows * planes);
     for (int from = 0; from < EIGHTS; from += count, advance = 0)
@@ -229,7 +242,7 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
     }
 
 INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits, const float *units,
-                     const int32_t *totals, float *sums, const uint8_t *ahead, long advance) {
+                     const int32_t *totals, float *sums, const char *ahead, long advance) {
 #define ADD(rows, planes, form) \
     add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
     if (rows == 1 && planes == 1) {

@@ -19,13 +19,34 @@ INLINE int32_t sum_of_integers(Integers v) { return _mm512_reduce_add_epi32(v); 
 
 INLINE Integers to_integers(Floats v) { return _mm512_cvtps_epi32(v); }
 
+// The bits of the largest number without its sign, as a float: infinity and NaN are the largest.
+INLINE uint32_t largest_bits(const number *x, long count) {
+    __m512i largest = no_integers();
+#ifdef FLOAT32
+    const __m512i mask = _mm512_set1_epi32(INT32_MAX);
+    for (long i = 0; i < count; i += 16) {
+        const __m512i some = _mm512_maskz_loadu_epi32(first(count - i), x + i);
+        largest = _mm512_max_epu32(largest, _mm512_and_si512(some, mask));
+    }
+    return _mm512_reduce_max_epu32(largest);
+#else
+    const __m512i mask = _mm512_set1_epi16(INT16_MAX);
+    for (long i = 0; i < count; i += 32) {
+        const __m512i some = (__m512i)load(x + i, 0, lanes(count - i));
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(some, mask));
+    }
+    const __m512i odd = _mm512_slli_epi32(_mm512_srli_epi32(largest, 16), 16);
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_slli_epi32(largest, 16), odd));
+#endif
+}
+
 // Digits of 16 inputs, of each four inputs the first digits, then the second ones.
 INLINE void put_digits(Digit *to, Integers x, int planes) {
     __m128i digits[PLANES];
     for (int plane = planes - 1; plane >= 0; plane--) {
-        const Integers low = _mm512_srai_epi32(_mm512_slli_epi32(x, 24), 24);
         digits[plane] = _mm512_cvtepi32_epi8(x);
-        x = _mm512_srai_epi32(_mm512_sub_epi32(x, low), 8);
+        // Rounded, so that the last digit has a sign.
+        x = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
     }
     if (planes == 1) {
         _mm_storeu_si128((__m128i *)to, digits[0]);
@@ -131,7 +152,7 @@ INLINE void add_step(int rows, int planes, int form, const uint8_t *codes, const
 
 // Adds a block's products of some rows to `sums`, and prefetches some lines with each step.
 INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit *digits,
-                     const float *units, const int32_t *totals, float *sums, const uint8_t *ahead,
+                     const float *units, const int32_t *totals, float *sums, const char *ahead,
                      long advance) {
     const int halves = form == HALF_BYTES || form == LOOKED_UP ? 2 : 1;
     const int lines = rows < 3 ? 4 : 1;
@@ -150,7 +171,7 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
     for (long i = 0; i < steps; i++) {
         add_step(rows, planes, form, codes, digits, apart, table, products);
         for (int line = 0; line < lines; line++)
-            _mm_prefetch((const char *)ahead + line * 64, _MM_HINT_T0);
+            _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
         ahead += advance;
         codes += 4 * PANEL, digits += 4 * planes * halves;
     }
@@ -172,7 +193,7 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
 
 // Likewise.
 INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits, const float *units,
-                     const int32_t *totals, float *sums, const uint8_t *ahead, long advance) {
+                     const int32_t *totals, float *sums, const char *ahead, long advance) {
 #define ADD(rows, planes, form) \
     add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
 #define ADD_ROWS(rows, planes)                                   \

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..shards import Box
+from ..shards import Box, boxes_in
 from .group import PARTS, Layout, sum_pairwise
 from .linear import shard_linear
 from .plan import Style
@@ -31,7 +32,7 @@ class VocabParallelEmbedding(nn.Module):
         self._group = layout.group
         self._rows = layout.run(whole.num_embeddings)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
-        self.inner = whole
+        self.inner: Any = whole
         count = self._rows.stop - self._rows.start
         whole.weight = nn.Parameter(whole.weight[:count].detach().clone(), requires_grad=False)
         whole.num_embeddings = count
@@ -40,7 +41,13 @@ class VocabParallelEmbedding(nn.Module):
     @property
     def weight(self) -> Tensor:
         """This rank's vectors."""
-        return self.inner.weight
+        weight: Tensor = self.inner.weight
+        return weight
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the vectors are no codes."""
+        return "weight" in self.inner._parameters
 
     def forward(self, ids: Tensor) -> Tensor:
         """`[...]` to `[..., hidden]`."""
@@ -52,7 +59,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def boxes(self, _: str) -> list[Box]:
         """Return the places of `weight`."""
-        return [Box(self.inner.weight.data, (self._rows, slice(0, self.embedding_dim)))]
+        place = (self._rows, slice(0, self.embedding_dim))
+        return [msgspec.structs.replace(box, place=place) for box in boxes_in(self.inner, "weight")]
 
 
 class ParallelExperts(nn.Module):

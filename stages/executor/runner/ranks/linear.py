@@ -7,17 +7,25 @@ arguments; only the sum over parts is in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..linear.choose import method_of
 from ..linear.dense import pack_dense
 from ..linear.method import LinearMethod, LoraPair, Packed, PackedSum, Place
-from ..shards import Box, whole_box
+from ..shards import Box, boxes_in, whole_box
 from .group import Layout
 from .plan import Style
+
+if TYPE_CHECKING:
+    from ..linear.quantized import QuantizedLinear
+
+    MakeCodes = Callable[[int, int], QuantizedLinear]
 
 
 class _OwnMethod(LinearMethod):
@@ -33,6 +41,7 @@ class RowParallelLinear(nn.Module, _OwnMethod):
     """A linear layer over this rank's input features, summed over ranks.
 
     Attributes:
+        width: Input features of a part.
         parts: A linear layer for each part.
         bias: Added to the sum; None for none.
     """
@@ -42,8 +51,8 @@ class RowParallelLinear(nn.Module, _OwnMethod):
     def __init__(self, whole: nn.Linear, layout: Layout, *, splits_input: bool) -> None:
         """`splits_input`: the input has the features of all ranks."""
         super().__init__()
-        self._width = whole.in_features // layout.parts
-        self.inputs = whole.in_features if splits_input else self._width * len(layout.own)
+        self.width = whole.in_features // layout.parts
+        self.inputs = whole.in_features if splits_input else self.width * len(layout.own)
         self.outputs = whole.out_features
         self.bias = whole.bias
         self.exchanges = layout.group.size > 1
@@ -51,12 +60,12 @@ class RowParallelLinear(nn.Module, _OwnMethod):
         self._splits_input = splits_input
         like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
         self.parts = nn.ModuleList(
-            nn.Linear(self._width, whole.out_features, bias=False, **like) for _ in layout.own
+            nn.Linear(self.width, whole.out_features, bias=False, **like) for _ in layout.own
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in or local in]` to `[..., out]`."""
-        own, width = self._layout.own, self._width
+        own, width = self._layout.own, self.width
         if self._splits_input:
             x = x[..., own.start * width : own.stop * width]
         # Products of strided rows may be summed in another order.
@@ -67,8 +76,14 @@ class RowParallelLinear(nn.Module, _OwnMethod):
             total = total + self.bias.float()
         return total.to(x.dtype)
 
+    def quantize(self, make: MakeCodes) -> None:
+        """Replace the weights by codes: `make` returns a layer of so many outputs and inputs."""
+        for index in range(len(self.parts)):
+            self.parts[index] = make(self.outputs, self.width)
+
     def pack_sum(self) -> PackedSum | None:
-        packed = [pack_dense(part) for part in self.parts]
+        methods = [method_of(part) for part in self.parts]
+        packed = [None if method is None else method.pack() for method in methods]
         parts = [part for part in packed if part is not None]
         whole = len(parts) == len(packed) and not self.exchanges
         return PackedSum(parts, self._parameters) if whole else None
@@ -76,10 +91,11 @@ class RowParallelLinear(nn.Module, _OwnMethod):
     def boxes(self, name: str) -> list[Box]:
         if name != "weight":
             return [whole_box(self, name)]
-        rows, width = slice(0, self.outputs), self._width
+        rows, width = slice(0, self.outputs), self.width
         return [
-            Box(layer.get_parameter("weight").data, (rows, slice(part * width, (part + 1) * width)))
+            msgspec.structs.replace(box, place=(rows, slice(part * width, (part + 1) * width)))
             for part, layer in zip(self._layout.own, self.parts, strict=True)
+            for box in boxes_in(layer, name)
         ]
 
     def split_pair(self, pair: LoraPair, places: Sequence[Place]) -> Mapping[str, LoraPair]:
@@ -90,7 +106,11 @@ class RowParallelLinear(nn.Module, _OwnMethod):
 
 
 class ColumnParallelLinear(nn.Linear, _OwnMethod):
-    """A linear layer of this rank's output features."""
+    """A linear layer of this rank's output features.
+
+    Attributes:
+        coded: The layer whose codes are in place of the weight; None for a plain one.
+    """
 
     def __init__(self, whole: nn.Linear, layout: Layout, *, fused: int = 1) -> None:
         """`fused`: Layers of one size, side by side in `whole`, each of which is cut."""
@@ -102,6 +122,7 @@ class ColumnParallelLinear(nn.Linear, _OwnMethod):
         self.inputs, self.outputs = self.in_features, self.out_features
         self.piece = -(-size // layout.parts)
         self._by_pieces = layout.invariant
+        self.coded: QuantizedLinear | None = None
         self._places = [
             slice(index * size + start, index * size + min(start + self.piece, run.stop))
             for index in range(fused)
@@ -112,23 +133,41 @@ class ColumnParallelLinear(nn.Linear, _OwnMethod):
         """`[..., in]` to `[..., local out]`; one product for each part if bits must not depend on
         the number of ranks."""
         if not self._by_pieces:
-            return super().forward(x)
-        weights = torch.split(self.weight, self.piece)
+            output: Tensor = super().forward(x) if self.coded is None else self.coded(x)
+            return output
+        weight = self.weight if self.coded is None else self.coded.unpacked()
+        weights = torch.split(weight, self.piece)
         biases = [None] * len(weights) if self.bias is None else torch.split(self.bias, self.piece)
         pieces = [F.linear(x, *each) for each in zip(weights, biases, strict=True)]
         return torch.cat(pieces, dim=-1)
 
+    def quantize(self, make: MakeCodes) -> None:
+        """As of `RowParallelLinear`."""
+        self.coded = make(self.outputs, self.inputs)
+        self.register_parameter("weight", None)
+        self.coded.bias = self.bias
+
     def pack(self) -> Packed | None:
         # Products of the kernels don't depend on the number of columns.
-        return pack_dense(self)
+        return pack_dense(self) if self.coded is None else self.coded.pack()
 
     def boxes(self, name: str) -> list[Box]:
+        if self.coded is not None and name == "weight":
+            return self._boxes_of_codes(self.coded)
         tensor = getattr(self, name).data
         others = tuple(slice(0, width) for width in tensor.shape[1:])
         targets = torch.split(tensor, [part.stop - part.start for part in self._places])
         return [
             Box(target, (part, *others)) for target, part in zip(targets, self._places, strict=True)
         ]
+
+    def _boxes_of_codes(self, coded: QuantizedLinear) -> list[Box]:
+        (box,), found, first = coded.boxes("weight"), [], 0
+        for part in self._places:
+            place = (part, slice(0, self.inputs))
+            found.append(msgspec.structs.replace(box, place=place, first=first))
+            first += part.stop - part.start
+        return found
 
     def split_pair(self, pair: LoraPair, places: Sequence[Place]) -> Mapping[str, LoraPair]:
         (b,) = pair.b
@@ -156,8 +195,13 @@ class GatheredLinear(nn.Module, _OwnMethod):
 
     @property
     def weight(self) -> Tensor:
-        """This rank's rows."""
-        return self.part.weight
+        """This rank's rows; of codes, without the numbers."""
+        coded = self.part.coded
+        return self.part.weight if coded is None else coded.placeholder
+
+    def quantize(self, make: MakeCodes) -> None:
+        """As of `RowParallelLinear`."""
+        self.part.quantize(make)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -16,6 +16,7 @@ from .float4 import read_mxfp4, read_nvfp4
 from .fp8 import read_fp8, spread_scales
 from .stored import (
     CheckpointFormat,
+    Positive,
     ReadLayer,
     StoredLayer,
     group_order,
@@ -47,7 +48,11 @@ class Weights(msgspec.Struct):
     symmetric: bool = True
     group_size: int | None = None
     strategy: str | None = None
-    block_structure: tuple[int, int] | str | None = None
+    block_structure: (
+        tuple[Positive, Positive]
+        | Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d*x[1-9]\d*$")]
+        | None
+    ) = None
     actorder: bool | str | None = None
 
     @property

@@ -9,11 +9,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ......config import ModelError
 from ..codes import Codes, PlainCodes, Scales
 from .float4 import exponents, read_nvfp4
 from .stored import (
     CheckpointFormat,
+    Positive,
     ReadLayer,
     StoredLayer,
     check_group,
@@ -29,7 +29,7 @@ class Settings(msgspec.Struct):
     """Fields of a quantization_config."""
 
     activation_scheme: str = "dynamic"
-    weight_block_size: tuple[int, int] | None = None
+    weight_block_size: tuple[Positive, Positive] | None = None
     fmt: str = "e4m3"
     kv_cache_scheme: dict[str, Any] = {}
 
@@ -52,11 +52,6 @@ class FP8(CheckpointFormat):
         if not own.fmt.lower().replace("float8_", "").startswith("e4m3"):
             raise unsupported(f"quantization_config in config.json: FP8 numbers of {own.fmt!r}")
         self._block = own.weight_block_size or (128, 128)
-        if min(self._block) < 1:
-            raise ModelError(
-                "quantization_config in config.json: weight_block_size must be positive; copy the "
-                "checkpoint again"
-            )
         notes = ["activations are not quantised to FP8"]
         if own.kv_cache_scheme:
             notes.append("kv_cache_scheme is not applied")
@@ -85,6 +80,8 @@ class ModelOpt(FP8):
         super().__init__(config)
         self.label = f"ModelOpt {config.get('quant_algo') or ''}".strip()
         self.notes = ("activations are not quantised",)
+        if config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"):
+            self.notes += ("the quantisation of the KV cache is not applied",)
 
     def read(self, layer: StoredLayer) -> ReadLayer:
         if "weight_scale_2" not in layer.tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -15,6 +15,8 @@ from ......config import ModelError
 from ..codes import Codes, PlainCodes, Scales
 
 T = TypeVar("T")
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of scales."""
@@ -162,7 +164,8 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     Returns:
         `[rows, count]` uint8.
     """
-    rows = packed.contiguous().view(torch.uint8)
+    # By one dimension: of columns of one word the last stride may be any.
+    rows = packed.contiguous().view(-1).view(torch.uint8).view(len(packed), -1)
     if 8 % bits == 0:
         parts = [rows >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
         return torch.stack(parts, -1).flatten(1)[:, :count]

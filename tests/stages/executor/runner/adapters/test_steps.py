@@ -77,16 +77,21 @@ def test_an_adapter_of_quantised_layers_adds_to_their_codes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "deterministic"),
+    ("dtype", "deterministic", "quantization"),
     [
-        in_soak("float32", True),
-        ("bfloat16", "auto"),
-        in_soak("bfloat16", True),
-        in_soak("float32", "auto"),
+        in_soak("float32", True, "auto"),
+        ("bfloat16", "auto", "auto"),
+        ("bfloat16", True, "int8"),
+        in_soak("bfloat16", True, "auto"),
+        in_soak("float32", "auto", "auto"),
+        in_soak("float32", "auto", "int4"),
     ],
 )
 def test_deterministic_mode_holds(
-    tmp_path: Path, dtype: Literal["float32", "bfloat16"], deterministic: Literal["auto", True]
+    tmp_path: Path,
+    dtype: Literal["float32", "bfloat16"],
+    deterministic: Literal["auto", True],
+    quantization: Literal["auto", "int8", "int4"],
 ) -> None:
     """Tokens and logprobs are the same bits, whatever adapters others in the batch have; where the
     mode was not demanded, those of requests without one."""
@@ -96,6 +101,7 @@ def test_deterministic_mode_holds(
     config = EngineConfig(
         model_path=str(tmp_path / "model"),
         deterministic=deterministic,
+        quantization=quantization,
         max_batch_size=8,
         kv_cache_bytes=1 << 23,
     )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -110,13 +109,6 @@ def test_stages_hold_the_codes_of_the_whole_model(name: str, tmp_path: Path) -> 
         return logits_of(runner, batches)
 
     assert hash_of(run_stages(config, 2, num_batches=2, logits=after_update)) == expected
-
-
-@pytest.mark.parametrize("change", [{"tensor_parallel": 2}, {"rank_invariant": True}])
-def test_ranks_that_share_a_layer_have_no_codes(change: dict[str, Any], tmp_path: Path) -> None:
-    config = config_of(save("llama", tmp_path), 1, deterministic=True, quantization="int8")
-    with pytest.raises(ModelError, match=r"set engine\.tensor_parallel to 1"):
-        load_sharded(msgspec.structs.replace(config, **change), OneRank())
 
 
 def test_three_stages_and_a_dtype(tmp_path: Path) -> None:

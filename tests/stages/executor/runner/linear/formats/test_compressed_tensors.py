@@ -159,6 +159,8 @@ def one_group(targets: Any, **weights: Any) -> dict[str, Any]:
         (one_group("Linear"), r"\$\.config_groups\[...\]\.targets"),
         (one_group(["lm_head"]), "no target"),
         (one_group(["Linear"], num_bits=9, **GROUP), "9 bits"),
+        (one_group(["Linear"], block_structure="16 by 32"), r"\.block_structure"),
+        (one_group(["Linear"], block_structure=[0, 32]), r"\.block_structure"),
         (one_group(["Linear"], type="log"), "of type 'log'"),
     ],
 )

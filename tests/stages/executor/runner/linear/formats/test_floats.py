@@ -94,7 +94,7 @@ GOOD = {"weight": fp8(), "weight_scale_inv": torch.ones(5, 3)}
         ({"weight_block_size": [16]}, {}, r"`\$\.weight_block_size`"),
         ({"weight_block_size": "16"}, {}, r"`\$\.weight_block_size`"),
         ({"weight_block_size": [16, 60]}, {}, "multiple of 8"),
-        ({"weight_block_size": [0, 64]}, {}, "must be positive"),
+        ({"weight_block_size": [0, 64]}, {}, r"`int` >= 1 - at `\$\.weight_block_size"),
         ({"fmt": "e5m2"}, {}, "'e5m2'"),
         ({}, {"weight": fp8().to(torch.float8_e5m2)}, "dtype float8_e5m2"),
         ({}, {"weight_scale_inv": torch.ones(5, 2)}, r"weight_scale_inv has the shape \[5, 2\]"),

@@ -64,6 +64,14 @@ def test_gptq_without_a_group_of_each_input_is_in_order() -> None:
     assert torch.equal(weight_of(read(GPTQ, zeros)), layer.weight)
 
 
+def test_layers_of_one_word_are_read() -> None:
+    for bits, inputs, outputs in ((8, 4, 4), (4, 8, 8), (4, 8, 64)):
+        layer = random_integers(outputs, inputs, bits, -1)
+        config = {**GPTQ, "bits": bits, "group_size": -1}
+        found = read(config, gptq(layer, subtract=True), outputs, inputs)
+        assert torch.equal(weight_of(found), layer.weight)
+
+
 def test_zero_points_that_a_word_s_subtraction_borrowed_from_are_read() -> None:
     layer = random_integers(OUTPUTS, INPUTS, 4, 32)
     tensors = gptq(layer, subtract=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,8 +157,9 @@ def wrap_model(
     output: nn.Module | None = module.get_output_embeddings()
     generates = output is not None
     end = output or module.get_input_embeddings()
-    # Of codes, a tensor without numbers.
-    weight = getattr(end, "placeholder", getattr(end, "weight", None))
+    # Of codes, a tensor without numbers: their "weight" is computed by each access.
+    coded = getattr(end, "holds_codes", False)
+    weight = getattr(end, "placeholder" if coded else "weight", None)
     if pipeline is not None:
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
@@ -410,9 +411,14 @@ def _probe_layers(
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
     call["logits_to_keep"] = positions[0, 1:]
+    quick: AbstractContextManager[None] = nullcontext()
+    if any(getattr(each, "holds_codes", False) for each in module.modules()):
+        from .linear.quantized import without_products
+
+        quick = without_products()
     try:
         if pipeline is None:
-            with nullcontext() if mixers is None else mixers.probing():
+            with quick, nullcontext() if mixers is None else mixers.probing():
                 try:
                     output = module(input_ids=tokens, **call)
                 except KeywordsLost as lost:

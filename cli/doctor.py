@@ -288,7 +288,7 @@ def check_answer(config: Config, model: str, prompt: str | list[int], name: str)
 
 async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, float, int, int]:
     """Return an answer, tokens per second of a longer one, seconds until ready, and the bytes of a
-    sequence's recurrent state."""
+    token's KV and of a sequence's recurrent state."""
     began = time.monotonic()
     request = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     async with Pipeline(config) as pipeline:
@@ -306,8 +306,10 @@ async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, flo
     decoded = second.usage.completion_tokens - 1
     sample = first.samples[0]
     answer = sample.text if isinstance(prompt, str) else str(list(sample.token_ids))
-    sizes = (max(int(load.get(n, 0)) for load in loads) for n in ("kv_token_bytes", "state_bytes"))
-    return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s, *sizes
+    token, state = (
+        max(int(load.get(name, 0)) for load in loads) for name in ("kv_token_bytes", "state_bytes")
+    )
+    return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s, token, state
 
 
 def check_model(config: Config, spec: ModelConfig) -> Finding:

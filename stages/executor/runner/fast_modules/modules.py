@@ -25,7 +25,6 @@ from torch import nn
 from ..attention.paged import CpuBackend
 from ..batch import Rows
 from ..fixed_tiles import FixedTiles
-from ..gradients import differentiable
 from ..inputs import InputBuilder, model_forward
 from ..kernels import cpu
 from ..kv_cache import KVCache
@@ -195,6 +194,8 @@ class FastModules:
         for module, fast in agreed.items():
             self._replaced.append((module, vars(module).get("forward")))
             if self._with_gradients:
+                from ..gradients import differentiable
+
                 fast = differentiable(module, fast, module.forward)
             module.forward = self._choice(fast, module.forward)
             name = type(module).__name__

@@ -337,12 +337,8 @@ class InferenceEngine(ModelParts):
             self._requests.check_id(request_id)
         name = self._requests.new_name()
         request_id = name if request_id is None else request_id
-        more: dict[str, Any] = {
-            "adapter": adapter,
-            "prediction": prediction,
-            "kv_session": kv_session,
-        }
-        request = make_request(prompt, sampling_params, num_samples, **more)
+        more = {"adapter": adapter, "prediction": prediction, "kv_session": kv_session}
+        request = make_request(prompt, sampling_params, num_samples, **more)  # type: ignore[arg-type]
         with self._images.given_to([request], [images]) as (request,):
             self._uncollected += self._queue(name, request_id, request)
         return request_id
@@ -472,9 +468,8 @@ class InferenceEngine(ModelParts):
         from ..stages.executor.changes.arguments import check_arguments
 
         wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
-        weights = self._weights
-        check_arguments(wish, weights.limits)
-        self._changes.groups.join(wish, weights.device).result()
+        check_arguments(wish, self._weights.limits)
+        self._changes.groups.join(wish, self._weights.device).result()
 
     def leave_weights_group(self, group: str) -> None:
         """Leave a group, if this engine is in it."""

@@ -139,6 +139,7 @@ class SimulatedExecutor:
             whole=self._module,
             shards=None,
             latent_attention=False,
+            checkpoint_notes=(),
         )
         self.adapters = AdapterTable(self.model, AdapterLimits())  # type: ignore[arg-type]
         backend = SimpleNamespace(name="simulated")

@@ -192,35 +192,53 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
     }
 }
 
+#define ADD(rows, planes, form) \
+    add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
+
+// Likewise, of three rows or more. A function of its own, since GCC would otherwise keep scales in
+// registers during the steps, and sums in memory.
+static __attribute__((noinline)) void add_large_tile(long rows, int planes, const Block *b,
+                                                     const Digit *digits, const float *units,
+                                                     const int32_t *totals, float *sums,
+                                                     const char *ahead, long advance) {
+#ifndef FLOAT32
+    if (planes == 2) {
+        ADD(3, 2, VALUES);
+        return;
+    }
+#endif
+    (void)planes;
+    switch (rows) {
+    case 3: ADD(3, 1, VALUES); break;
+    case 4: ADD(4, 1, VALUES); break;
+    case 5: ADD(5, 1, VALUES); break;
+    default: ADD(6, 1, VALUES); break;
+    }
+}
+
 // Likewise.
 INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits, const float *units,
                      const int32_t *totals, float *sums, const char *ahead, long advance) {
-#define ADD(rows, planes, form) \
-    add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
 #define ADD_FORMS(rows, planes)                                \
     switch (b->form) {                                         \
     case HALF_BYTES: ADD(rows, planes, HALF_BYTES); break;     \
     case LOOKED_UP: ADD(rows, planes, LOOKED_UP); break;       \
     default: ADD(rows, planes, VALUES); break;                 \
     }
-    if (planes == 1) {
-        switch (rows) {
-        case 1: ADD_FORMS(1, 1); break;
-        case 2: ADD_FORMS(2, 1); break;
-        case 3: ADD(3, 1, VALUES); break;
-        case 4: ADD(4, 1, VALUES); break;
-        case 5: ADD(5, 1, VALUES); break;
-        default: ADD(6, 1, VALUES); break;
-        }
-        return;
+#define ADD_ROWS(planes)           \
+    if (rows == 1) {               \
+        ADD_FORMS(1, planes)       \
+    } else {                       \
+        ADD_FORMS(2, planes)       \
     }
-    switch (rows) {
-    case 1: ADD_FORMS(1, PLANES); break;
-    case 2: ADD_FORMS(2, PLANES); break;
-#ifndef FLOAT32
-    default: ADD(3, PLANES, VALUES); break;
-#endif
+    if (rows > 2) {
+        add_large_tile(rows, planes, b, digits, units, totals, sums, ahead, advance);
+    } else if (planes == 1) {
+        ADD_ROWS(1)
+    } else {
+        ADD_ROWS(PLANES)
     }
+#undef ADD_ROWS
 #undef ADD_FORMS
-#undef ADD
 }
+#undef ADD

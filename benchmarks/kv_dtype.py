@@ -30,6 +30,7 @@ from workloads import SHAPES
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.runner.kv_codes import pack
 from nano_inference.text.tokenizer import find_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -56,12 +57,16 @@ class Work:
         )
         model = wrap_model(module, LONGEST)
         self.core = ExecutorCore(config, model=model, num_blocks=SEQUENCES * blocks_for(LONGEST))
-        for tensor in self.core.cache.tensors:
-            if tensor.itemsize == 1:
-                tensor.view(torch.uint8).random_(0, 127)
-            else:
-                tensor.normal_()
-                tensor.abs_().div_(127 if kv_dtype != "auto" else 1)
+        cache = self.core.cache
+        for layer in range(len(model.layers)):
+            for which, tensor in enumerate((cache.keys[layer], cache.values[layer])):
+                numbers = torch.randn(tensor.shape)
+                if cache.codes is None:
+                    tensor.copy_(numbers)
+                else:
+                    codes, scales = pack(numbers, tensor.dtype)
+                    tensor.copy_(codes)
+                    cache.codes.layers[layer][which + 2].copy_(scales)
 
     def decode(self, sequences: int, context: int = CONTEXT) -> float:
         """Return the processor's seconds of a step."""

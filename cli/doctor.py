@@ -269,7 +269,7 @@ def check_answer(config: Config, model: str, prompt: str | list[int], name: str)
     alone = replace(config, engine=engine, bus=BusConfig(), pipeline=PipelineConfig())
     bundled = model == BUNDLED_MODEL
     try:
-        answer, tokens_per_s, load_s, state_bytes = asyncio.run(_ask(alone, prompt))
+        answer, tokens_per_s, load_s, kv_bytes, state_bytes = asyncio.run(_ask(alone, prompt))
     except NanoInferenceError as error:
         advice = "give a folder that save_pretrained() wrote, of a causal language model"
         if bundled:
@@ -278,6 +278,7 @@ def check_answer(config: Config, model: str, prompt: str | list[int], name: str)
     except TimeoutError:
         return Finding(name, "fail", f"no answer within {_ANSWER_S:.0f} s", "run it with --verbose")
     found = f"{prompt!r} → {answer.strip()!r}, {tokens_per_s:,.0f} tokens/s, up in {load_s:.1f} s"
+    found += f", {kv_bytes:,} bytes of KV per token"
     if state_bytes:
         found += f", {state_bytes / 1e6:,.2f} MB of recurrent state for each sequence"
     if bundled and answer.strip() != "123":
@@ -285,9 +286,9 @@ def check_answer(config: Config, model: str, prompt: str | list[int], name: str)
     return Finding(name, "ok", found)
 
 
-async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, float, int]:
+async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, float, int, int]:
     """Return an answer, tokens per second of a longer one, seconds until ready, and the bytes of a
-    sequence's recurrent state."""
+    token's KV and of a sequence's recurrent state."""
     began = time.monotonic()
     request = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     async with Pipeline(config) as pipeline:
@@ -305,8 +306,10 @@ async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, flo
     decoded = second.usage.completion_tokens - 1
     sample = first.samples[0]
     answer = sample.text if isinstance(prompt, str) else str(list(sample.token_ids))
-    state_bytes = max(int(load.get("state_bytes", 0)) for load in loads)
-    return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s, state_bytes
+    token, state = (
+        max(int(load.get(name, 0)) for load in loads) for name in ("kv_token_bytes", "state_bytes")
+    )
+    return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s, token, state
 
 
 def check_model(config: Config, spec: ModelConfig) -> Finding:

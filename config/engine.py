@@ -127,7 +127,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         max_image_tokens_per_step: Image tokens that one step encodes; a larger image is refused.
         image_cache_bytes: Memory on the device for embeddings of images, which requests about the
             same image share.
-        dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
+        dtype: Of plain weights and of activations. "auto" is the checkpoint's own, and bfloat16
+            for a GGUF file of quantised weights, which stay as they are.
         quantization: Codes of the weights of linear layers and experts (docs/quantization.md).
             "auto": as the checkpoint has them; "int8" or "int4": made at load, from weights that
             are rounded to `dtype` first.

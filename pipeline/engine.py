@@ -46,7 +46,6 @@ from ..config.clock import now_ns
 from ..config.forks import is_forked
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.parts.memory import MemoryRelease
 from ..stages.executor.parts.weights import WeightChanges
@@ -405,6 +404,8 @@ class InferenceEngine(ModelParts):
                 `weights_lost`, writing failed midway: nothing is generated before an update of all
                 weights. Without `blocking`, the next step raises errors of writing.
         """
+        from ..stages.executor.changes.arguments import check_arguments
+
         changes, weights = self._changes, self._weights
         with source_of(state_dict) as source:
             update = UpdateWeights(source, in_flight, version, partial, timeout_s)
@@ -468,6 +469,8 @@ class InferenceEngine(ModelParts):
         Raises:
             WeightsError: The arguments are invalid, or other ranks did not join in time.
         """
+        from ..stages.executor.changes.arguments import check_arguments
+
         wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
         weights = self._weights
         check_arguments(wish, weights.limits)

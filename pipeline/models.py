@@ -17,7 +17,7 @@ from .health import lanes_of
 
 FACTS = (
     "model", "model_path", "aliases", "parameters", "weight_bytes", "kv_bytes", "kv_token_bytes",
-    "state_bytes", "vocab_size", "dtype", "quantization", "experts", "active_experts",
+    "kv_dtype", "state_bytes", "vocab_size", "dtype", "quantization", "experts", "active_experts",
     "capabilities", "max_batch_size", "load_ns",
 )  # fmt: skip
 """The keys of `StageReport.load` in which executors describe their models."""

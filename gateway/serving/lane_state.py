@@ -176,13 +176,14 @@ class ServedModels:
         return next(filter(None, owners), ())
 
     async def model_facts(self) -> dict[str, int | float | str]:
-        """Return facts of the model that few have: "state_bytes", the size of a sequence's
-        recurrent state, and "quantization", the forms of its codes; {} while unknown."""
+        """Return facts of the model: "kv_dtype" and "kv_token_bytes", and what few have:
+        "state_bytes", the size of a sequence's recurrent state, and "quantization", the forms of
+        its codes; {} while unknown."""
         try:
             reports = await self._reports.get()
         except BusError:
             return {}
-        names = ("state_bytes", "quantization")
+        names = ("kv_dtype", "kv_token_bytes", "state_bytes", "quantization")
         loads = [report.load for report in reports]
         found = {name: [each[name] for each in loads if each.get(name)] for name in names}
         return {name: each[0] for name, each in found.items() if each}

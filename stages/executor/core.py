@@ -12,7 +12,7 @@ import numpy as np
 from ...bus.control import Capability, ReplicaCapacity
 from ...bus.sections import Sections, name_of
 from ...bus.steps import StepPlan, StepResult
-from ...config import EngineConfig, ModelError
+from ...config import EngineConfig
 from ...text.grammar import GrammarCompiler
 from ..parts import Kind
 from .driver.choose import TokenChooser
@@ -87,11 +87,6 @@ class ExecutorCore:
         """
         if model is None:
             ranks, model = load_ranks(config)
-        elif config.quantization != "auto" and not model.forms:
-            raise ModelError(
-                "engine.quantization is for models that are loaded: codes would not follow the "
-                "weights of a module in memory; set it to 'auto', or give model_path"
-            )
         self.model, self.ranks = model, ranks = with_kv_dtype(config, model), ranks
         self.max_batch_size = fit_batch_size(config, model)
         config = msgspec.structs.replace(config, max_batch_size=self.max_batch_size)

@@ -36,7 +36,6 @@ _SETTINGS = (
     "ignored_schema_keywords",
     "quantization_ignore",
     "activation_bits",
-    "kv_dtype",
 )
 """Settings of the engine that change numbers and have no field of their own in Fingerprint."""
 

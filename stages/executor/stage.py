@@ -204,6 +204,7 @@ class ExecutorStage(Actor):
             kv_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             kv_token_bytes=self._facts.get("kv_token_bytes", 0),
+            kv_dtype=self._facts["kv_dtype"],
             weight_bytes=self._facts["weight_bytes"],
             max_model_len=capacity.max_model_len,
             kernels=core.off.get("kernels") or kernels_of(core.model),

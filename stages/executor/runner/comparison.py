@@ -59,8 +59,14 @@ def compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
         model: A model that generates, as a whole.
 
     Raises:
-        ModelError: The logits differ.
+        ModelError: The logits differ, or the settings ask for codes of a module that a caller has
+            given without.
     """
+    if config.quantization != "auto" and not model.forms:
+        raise ModelError(
+            "engine.quantization is for models that are loaded: codes would not follow the weights "
+            "of a module in memory; set it to 'auto', or give model_path"
+        )
     kernels = config.kernels
     if model.device.type != "cpu" or model.dtypes.weights != torch.float32:
         kernels = "off"  # not loaded here; they are compared module by module

@@ -15,7 +15,7 @@ from ....text.gguf import require_packages
 from ....text.gguf_facts import LINK, facts_of
 from ....text.gguf_header import read_header
 from .gguf_tensors import GgufFile, LazyBlocks, LazyTensor, Target, has_blocks, slab_of, targets_of
-from .linear.codes import PANEL, PlainCodes, pack_plain
+from .linear.codes import PlainCodes, pack_plain, put_packed
 from .linear.formats.gguf import KINDS
 from .quantized_loading import KEPT, CodedLayer, Plan, StoredCodes, plan_for
 from .whole_model import widen
@@ -132,10 +132,7 @@ class _KeptBlocks(StoredCodes):
             plain = kind.plain(part)
             _check_finite(self._file, target.sources[0], plain)
             packed = pack_plain(kind.form(len(part), columns), plain)
-            for key, tensor in packed.items():
-                if key not in tensors:
-                    tensors[key] = tensor.new_empty(form.panels, *tensor.shape[1:])
-                tensors[key][start // PANEL :][: len(tensor)] = tensor
+            put_packed(tensors, form, packed, start)
         return CodedLayer(form, tensors, target.inputs)
 
 

@@ -65,8 +65,7 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         fast_modules: The modules that run with our kernels; None if there are none.
         determinism: Deterministic mode; None if it is off.
         active: The context in which steps run.
-        off: Why a feature is off: "kernels", "mixers" (their kernels), "deterministic". Features in
-            use are missing.
+        off: Why "kernels", "mixers" (their kernels) or "deterministic" are off; {} if none is.
         ranks: The other ranks, which run every step with this one; None if there are none.
     """
 

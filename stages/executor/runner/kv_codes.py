@@ -103,7 +103,7 @@ class CacheCodes:
         """Unpack keys (`which` 0) or values (1) at `index`, as `KVCache.gather`, to `out`."""
         codes, scales = self.layers[layer][which], self.layers[layer][which + 2].view(-1)
         rows = codes.view(torch.uint8).view(-1, codes.shape[-1])
-        for part, target in zip(index.split(_PIECE), out.split(_PIECE), strict=True):
+        for part, target in zip(torch.split(index, _PIECE), torch.split(out, _PIECE), strict=True):
             found = rows.index_select(0, part).view(codes.dtype)
             target.copy_(unpack(found, scales.index_select(0, part), self.dtype))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -412,9 +412,14 @@ def _probe_layers(
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
     call["logits_to_keep"] = positions[0, 1:]
+    quick: AbstractContextManager[None] = nullcontext()
+    if any(getattr(each, "holds_codes", False) for each in module.modules()):
+        from .linear.quantized import without_products
+
+        quick = without_products()
     try:
         if pipeline is None:
-            with nullcontext() if mixers is None else mixers.probing():
+            with quick, nullcontext() if mixers is None else mixers.probing():
                 try:
                     output = module(input_ids=tokens, **call)
                 except KeywordsLost as lost:

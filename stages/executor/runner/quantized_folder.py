@@ -24,7 +24,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from ....config import EngineConfig, ModelError
 from .checkpoint import INDEX, WEIGHTS, tensor_files
+from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, unpack_plain
+from .linear.dense import DenseLinear
 from .linear.experts import is_other_mixture
 from .linear.rounding import Rounding, round_rows
 from .model import check_architecture, load_config, takes_images
@@ -225,7 +227,13 @@ def _choose(
     with torch.device("meta"):
         model = auto.from_config(hf_config)
     modules, output = dict(model.named_modules()), model.get_output_embeddings()
-    linear = {name: each for name, each in modules.items() if type(each) is nn.Linear}
+    methods = ((name, method_of(each)) for name, each in modules.items())
+    # Another layout, such as GPT-2's, isn't compressed-tensors'.
+    linear = {
+        name: modules[name]
+        for name, method in methods
+        if isinstance(method, DenseLinear) and not method.transposed
+    }
     rest, kept = dict(linear), dict[str, str]()
     rounding = wanted.rounding
     config = EngineConfig(

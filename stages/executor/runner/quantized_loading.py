@@ -298,6 +298,8 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
         install(model, self.collected, self.plan.activation_bits)
+        # Transformers keeps its operations, which have this object.
+        self.collected.clear()
         self.remove_quantization_config(model)
 
     def is_serializable(self) -> bool:

@@ -27,10 +27,10 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.pytorch_utils import Conv1D
 
 from ....config import EngineConfig, ModelError
 from .checkpoint import UNREADABLE, is_coded
+from .linear.choose import method_of
 from .linear.codes import Codes, PlainCodes, pack_plain, unpack_plain
 from .linear.experts import ExpertProduct, expert_products, stack_codes
 from .linear.formats.choose import format_of
@@ -272,8 +272,8 @@ class FormatCodes(StoredCodes):
     ) -> LayerCodes | Tensor:
         layer = self._format.read(StoredLayer(self._names[name], stored, *shape))
         module = self._model.get_submodule(name)
-        kinds = [nn.Linear, Conv1D, *([nn.Embedding] if layer.input_order is None else [])]
-        if type(module) in kinds and not KEPT.search(name):
+        is_embedding = type(module) is nn.Embedding and layer.input_order is None
+        if (is_embedding or method_of(module) is not None) and not KEPT.search(name):
             return LayerCodes(*layer)
         self._unpacked.add(name)
         return _unpacked(layer)

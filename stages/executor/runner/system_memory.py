@@ -79,7 +79,8 @@ def use_huge_pages(module: nn.Module) -> None:
 
     Parameters stay the same objects, tied ones too. A mapped checkpoint is copied and unmapped, so
     that nothing outside this process can change the weights. At most one tensor is resident twice:
-    the peak is the size of the weights and of the largest tensor.
+    the peak is the size of the weights and of the largest tensor. Tensors that `zeros` made in
+    large pages stay.
 
     Raises:
         RuntimeError: There is not enough memory.
@@ -87,6 +88,9 @@ def use_huge_pages(module: nn.Module) -> None:
     files = mapped_files()
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.device.type != "cpu":
+            continue
+        start = tensor.data_ptr()
+        if tensor.nbytes >= HUGE_PAGE and start % HUGE_PAGE == 0 and not _is_in(files, start):
             continue
         if tensor.nbytes >= HUGE_PAGE:
             memory = zeros(tensor.shape, tensor.dtype, tensor.device, huge=True)
@@ -116,6 +120,10 @@ def drop_pages(tensor: Tensor, files: list[range]) -> None:
     page = mmap.PAGESIZE
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first, last = -(-start // page) * page, end // page * page
-    if first < last and any(start in file and end - 1 in file for file in files):
+    if first < last and _is_in(files, start) and _is_in(files, end - 1):
         advise = ctypes.CDLL(None).madvise
         advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def _is_in(ranges: list[range], address: int) -> bool:
+    return any(address in each for each in ranges)

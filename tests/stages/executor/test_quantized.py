@@ -82,7 +82,9 @@ def test_tokens_are_those_of_the_unpacked_weights(
         served.run(PROMPTS, NEW_TOKENS), tokens.tolist(), logprobs, strict=True
     ):
         assert answer.token_ids == wanted
-        assert (torch.tensor(answer.logprobs) - theirs).abs().max() < 1e-4
+        # A recurrent state adds up roundings.
+        most = 3e-4 if served.core.model.mixers is not None else 1e-4
+        assert (torch.tensor(answer.logprobs) - theirs).abs().max() < most
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_deterministic_mode_is_the_default_with_kernels(tmp_path: Path) -> None:
     facts = facts_of_model(core)
     held = sum(each.nbytes for each in core.model.module.parameters())
     assert facts["weight_bytes"] == held < 0.5 * 2 * int(facts["parameters"])
-    assert (facts["quantization"], facts["dtype"]) == ("int4-128+int8", "bfloat16")
+    assert (facts["quantization"], facts["dtype"]) == ("int4+int8", "bfloat16")
 
 
 def test_codes_are_not_made_of_a_module_in_memory(tmp_path: Path) -> None:

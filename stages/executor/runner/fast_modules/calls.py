@@ -42,9 +42,9 @@ class Calls:
         (first, *others), plain = layers, (LinearKind.PLAIN, LinearKind.WIDE)
         if first.codes is None or others or kind not in plain:
             return None
-        from ..kernels import triton_quantized
+        from ..kernels.triton_quantized import Linear as TritonLinear
 
-        return triton_quantized.Linear(first, wide=kind == LinearKind.WIDE)
+        return TritonLinear(first, wide=kind == LinearKind.WIDE)
 
 
 def pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:

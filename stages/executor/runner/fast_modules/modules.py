@@ -25,7 +25,6 @@ from torch import nn
 from ..attention.paged import CpuBackend
 from ..batch import Rows
 from ..fixed_tiles import FixedTiles
-from ..gradients import differentiable
 from ..inputs import InputBuilder, model_forward
 from ..kernels import cpu
 from ..kv_cache import KVCache
@@ -90,13 +89,7 @@ class FastModules:
         def run(cache: KVCache = cache) -> None:
             model_forward(model.module, inputs, cache)
 
-        compared = run
-        if cache.codes is not None:
-            from ..kv_codes import keep_numbers
-
-            # A number that is rounded in another way may get another code, far beyond rounding.
-            plain = KVCache(keep_numbers(model), tables.size, cache.block_size, num_slots=1)
-            compared = partial(run, plain)
+        compared = partial(run, _numbers_beside(cache, model, tables.size))
         if model.mixers is not None:
             # Each pass begins a sequence.
             self._begin = partial(cache.drop, 0)
@@ -201,6 +194,8 @@ class FastModules:
         for module, fast in agreed.items():
             self._replaced.append((module, vars(module).get("forward")))
             if self._with_gradients:
+                from ..gradients import differentiable
+
                 fast = differentiable(module, fast, module.forward)
             module.forward = self._choice(fast, module.forward)
             name = type(module).__name__
@@ -216,6 +211,16 @@ class FastModules:
 
 
 def _nothing() -> None: ...
+
+
+def _numbers_beside(cache: KVCache, model: LoadedModel, num_blocks: int) -> KVCache:
+    """Return a cache for comparisons within rounding: one that keeps numbers, since one that is
+    rounded in another way may get another code, far beyond rounding."""
+    if cache.codes is None:
+        return cache
+    from ..kv_codes import keep_numbers
+
+    return KVCache(keep_numbers(model), num_blocks, cache.block_size, num_slots=1)
 
 
 def module_kernels(device: torch.device) -> ModuleType:

@@ -492,7 +492,7 @@ class PagedAttention:
         self._dtype = keys.dtype if dtype is None else dtype
         self._library = library(self._dtype)
         self._shape = (heads, values.shape[3])
-        self._kept = (keys, values, options.sinks, *scales)
+        self._kept, self._scales = (keys, values, options.sinks), scales
         self._arguments = _Attention(
             block_size=keys.shape[1],
             kv_heads=keys.shape[2],
@@ -511,7 +511,7 @@ class PagedAttention:
 
     def find_tensors(self) -> None:
         """Update the tensors' addresses after their memory has changed."""
-        keys, values, sinks, *scales = self._kept
+        (keys, values, sinks), scales = self._kept, self._scales
         self._arguments.keys, self._arguments.values = keys.data_ptr(), values.data_ptr()
         self._arguments.sinks = None if sinks is None else sinks.data_ptr()
         if scales:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..system_memory import HUGE_PAGE, zeros
+
 PANEL = 64
 """Outputs that are stored side by side, so that kernels read memory in order."""
 
@@ -162,6 +164,29 @@ def pack_plain(form: Codes, plain: PlainCodes) -> dict[str, Tensor]:
                 factors = _by_panel(scales.factors, form.panels)
                 tensors[f"{name}_factors"] = factors.contiguous()
     return tensors
+
+
+def put_packed(
+    packed: dict[str, Tensor], form: Codes, part: Mapping[str, Tensor], start: int
+) -> None:
+    """Write some outputs' packed tensors to those of all, which are allocated in large pages.
+
+    Args:
+        packed: Tensors of all outputs; {} at first.
+        form: The form of all outputs.
+        part: As `pack_plain` returns them.
+        start: The part's first output; a multiple of `PANEL`.
+    """
+    for name, tensor in part.items():
+        if name not in packed:
+            shape = form.panels, *tensor.shape[1:]
+            is_large = form.panels * tensor[0].nbytes >= HUGE_PAGE
+            packed[name] = (
+                zeros(shape, tensor.dtype, tensor.device, huge=True)
+                if is_large
+                else tensor.new_empty(shape)
+            )
+        packed[name][start // PANEL :][: len(tensor)] = tensor
 
 
 def unpack(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import ClassVar, Literal
 
 import msgspec
@@ -90,6 +91,19 @@ class _Coded(nn.Module):
         ]
 
 
+@contextmanager
+def without_products() -> Iterator[None]:
+    """Have quantised layers return zeros, for passes whose shapes alone matter.
+
+    Unpacking a model of 7 billion weights takes most of a minute.
+    """
+    QuantizedLinear.multiplies = False
+    try:
+        yield
+    finally:
+        QuantizedLinear.multiplies = True
+
+
 class QuantizedLinear(_Coded, LinearMethod):
     """A linear layer whose weight is codes, `scale * (value - zero) - offset`; its own method.
 
@@ -99,9 +113,11 @@ class QuantizedLinear(_Coded, LinearMethod):
     Attributes:
         bias: `[outputs]`, or None.
         activation_bits: As in EngineConfig; for kernels alone.
+        multiplies: Whether a pass multiplies; see `without_products`.
     """
 
     bias: nn.Parameter | None
+    multiplies: ClassVar[bool] = True
     activation_bits: Literal[16, 8] = 16
 
     def __init__(
@@ -133,6 +149,8 @@ class QuantizedLinear(_Coded, LinearMethod):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` to `[..., outputs]`."""
+        if not self.multiplies:
+            return x.new_zeros(*x.shape[:-1], self.outputs)
         products, start = [], 0
         for part in self.parts():
             stop = start + len(part)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .codes import PANEL, Codes, PlainCodes, Scales, pack_plain
+from .codes import PANEL, Codes, PlainCodes, Scales, pack_plain, put_packed
 
 _SLAB = 1 << 18
 """Numbers that are rounded at a time, 1 MiB in float32, so that temporary tensors are small."""
@@ -55,10 +55,7 @@ def round_weight(weight: Tensor, rounding: Rounding) -> tuple[Codes, dict[str, T
     for start, rows in _slabs(weight):
         own = msgspec.structs.replace(form, outputs=rows.shape[0])
         part = pack_plain(own, round_rows(rows, rounding))
-        for name, tensor in part.items():
-            if name not in packed:
-                packed[name] = tensor.new_empty(form.panels, *tensor.shape[1:])
-            packed[name][start // PANEL :][: len(tensor)] = tensor
+        put_packed(packed, form, part, start)
     return form, packed
 
 

@@ -135,10 +135,14 @@ async def test_the_models(http: Client) -> None:
 
 async def test_models_have_the_bytes_of_a_sequences_recurrent_state(http: Client) -> None:
     http.engine.stage_reports = [
-        report(stage="executor", load={"state_bytes": 2048, "quantization": "int8"})
+        report(
+            stage="executor",
+            load={"state_bytes": 2048, "quantization": "int8", "kv_token_bytes": 66},
+        )
     ]
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["state_bytes"], model["quantization"]) == (2048, "int8")
+    assert model["kv_token_bytes"] == 66
 
 
 async def test_models_name_the_owners_of_experts(http: Client) -> None:

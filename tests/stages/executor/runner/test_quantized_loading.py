@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from nano_inference.config import EngineConfig, ModelError
 from nano_inference.stages.executor import load_model
-from nano_inference.stages.executor.runner import quantized_loading
+from nano_inference.stages.executor.runner import model as model_loading
 from nano_inference.stages.executor.runner.linear.codes import Codes, PlainCodes, Scales
 from nano_inference.stages.executor.runner.linear.quantized import (
     QuantizedEmbedding,
@@ -196,7 +196,7 @@ def test_layers_of_a_format_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     codes = torch.randint(0, 16, source.model.layers[1].mlp.up_proj.weight.shape)
     tensors["model.layers.1.mlp.up_proj.halves"] = codes.to(torch.uint8)
     save_file(tensors, file, {"format": "pt"})
-    monkeypatch.setattr(quantized_loading, "plan_for", lambda *_: Halves())
+    monkeypatch.setattr(model_loading, "_plan_of", lambda *_: Halves())
     module: Any = loaded(tmp_path).module
     assert [*codes_in(module)] == ["model.layers.1.mlp.up_proj.inner"]
     assert torch.equal(module.model.layers[1].mlp.up_proj.weight, (codes.flip(1) - 8) / 2)
@@ -222,7 +222,7 @@ def test_format_of_another_shape_is_refused(
         def read(self, name: str, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Any:
             return stored.get("weight", super().read(name, stored, (4, 4)))
 
-    monkeypatch.setattr(quantized_loading, "plan_for", lambda *_: Other())
+    monkeypatch.setattr(model_loading, "_plan_of", lambda *_: Other())
     with pytest.raises(
         ModelError, match=r"up_proj has codes \[4, 4\], and config.json makes it \[64, 48\]"
     ):

@@ -20,6 +20,7 @@ from nano_inference.bus.control import TiersChanged
 from nano_inference.bus.steps import KVMove
 from nano_inference.config import EngineConfig, ModelError
 from nano_inference.stages.executor import KVCache, LoadedModel
+from nano_inference.stages.executor.runner.kv_codes import keep_codes
 from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 from nano_inference.stages.executor.runner.tiers import disk as disk_module
 from nano_inference.stages.executor.runner.tiers.fetches import Fetches
@@ -48,8 +49,8 @@ def opened(
 ) -> Iterator[BlockTiers]:
     model = model or make_model()
     cache = KVCache(model, 6, block_size)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.copy_(torch.randn(tensor.shape))
+    for tensor in cache.in_blocks:
+        tensor.copy_(torch.randn(tensor.shape) * 9)
     config = EngineConfig(kv_host_bytes=host, kv_disk_path=str(folder), kv_disk_bytes=disk)
     tiers = BlockTiers(config, model, cache, 0, 1000)
     try:
@@ -87,8 +88,10 @@ def fetched(tiers: BlockTiers, slot: int = 3, name: bytes = NAME) -> TiersChange
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
-    with opened(model=make_model(dtype)) as tiers:
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_block_comes_back_bit_for_bit(dtype: torch.dtype, *, codes: bool) -> None:
+    model = make_model(dtype)
+    with opened(model=keep_codes(model, "int8") if codes else model) as tiers:
         before = [block_of(tiers, block_id) for block_id in (1, 2)]
         tiers.apply([KVMove("store", NAME, 4, 1), KVMove("store", OTHER, 5, 2)])
         tiers.apply([KVMove("load", NAME, 4, 0), KVMove("load", OTHER, 5, 1)])
@@ -299,6 +302,7 @@ def test_the_size_limit_holds_for_all_files(tmp_path: Path) -> None:
     [
         pytest.param({"block_size": 8}, id="block size"),
         pytest.param({"model": make_model(torch.bfloat16)}, id="dtype"),
+        pytest.param({"model": keep_codes(make_model(), "int8")}, id="codes"),
         pytest.param({"model": make_model(layers=LAYERS[:1])}, id="missing layer"),
         pytest.param({"model": make_model(layers=LAYERS[::-1])}, id="layers in another order"),
     ],

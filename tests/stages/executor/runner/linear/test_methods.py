@@ -183,7 +183,7 @@ def test_other_modules_have_no_method() -> None:
         assert method_of(module) is None
 
 
-def test_torch_s_linear_layers_are_named_in_two_places() -> None:
+def test_layers_are_named_by_methods_and_ranks_alone() -> None:
     """Elsewhere a layer is known by its method, so that another method needs no change there."""
     executor = Path(nano_inference.__path__[0]) / "stages" / "executor"
     named = set()
@@ -194,4 +194,9 @@ def test_torch_s_linear_layers_are_named_in_two_places() -> None:
                 name = next((each.name for each in node.names if each.name in LAYERS), "")
             if name in LAYERS:
                 named.add(str(path.relative_to(executor)))
-    assert named == {"runner/linear/choose.py", "runner/linear/dense.py", "runner/ranks/linear.py"}
+    assert named == {
+        "runner/linear/choose.py",
+        "runner/linear/dense.py",
+        "runner/ranks/linear.py",
+        "runner/quantized_shards.py",  # codes of the layers that ranks share
+    }

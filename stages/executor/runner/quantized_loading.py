@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -495,19 +495,20 @@ def install(
 ) -> None:
     """Put quantised layers in the place of a model's plain ones.
 
-    An embedding that is tied to the output layer gets the output layer's codes, or these its.
+    An embedding that is tied to the output layer gets the output layer's codes, or these its; so
+    do layers of blocks that a model uses several times.
 
     Args:
         model: A Transformers model, on the CPU; the weights of these layers may be on "meta".
         layers: By the names of the plain layers.
         activation_bits: As in EngineConfig.
     """
-    pair = tied_pair(model)
     layers = dict(layers)
-    known = [layers[name] for name in pair if name in layers]
-    if known and all(_same(each, known[0]) for each in known):
-        # Of a checkpoint with both tensors, they are one only if they are equal.
-        layers.update(dict.fromkeys(pair, known[0]))
+    for pair in (tied_pair(model), *_tied_layers(model)):
+        known = [layers[name] for name in pair if name in layers]
+        if known and all(_same(each, known[0]) for each in known):
+            # Of a checkpoint with both tensors, they are one only if they are equal.
+            layers.update(dict.fromkeys(pair, known[0]))
     shared: dict[int, dict[str, nn.Parameter]] = {}
     for name, layer in layers.items():
         if name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
@@ -523,6 +524,12 @@ def install(
     for each in model.modules():
         if isinstance(each, (QuantizedLinear, ExpertCodes)):
             each.activation_bits = activation_bits
+
+
+def _tied_layers(model: Any) -> Iterator[tuple[str, str]]:
+    """Iterate over the names of layers that have one weight by Transformers' tables."""
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        yield name.removesuffix(".weight"), source.removesuffix(".weight")
 
 
 def _same(one: CodedLayer, other: CodedLayer) -> bool:

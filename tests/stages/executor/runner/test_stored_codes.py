@@ -66,7 +66,10 @@ def write(
         more: Stored tensors of other layers, whose weights are left out.
     """
     stored = {name: each.contiguous() for name, each in (more or {}).items()}
+    tied = getattr(model, "all_tied_weights_keys", {})  # they are stored once
     for name, module in model.named_modules():
+        if f"{name}.weight" in tied:
+            continue
         if isinstance(module, nn.Linear) and not re.search(excluded, name):
             tensors, weight = pack(name, module.weight.data.float())
             module.weight.data = weight.to(module.weight.dtype)
@@ -250,6 +253,16 @@ def test_tied_layers_of_a_quantised_checkpoint_stay_plain(tmp_path: Path) -> Non
     model = make_model("qwen2")
     loaded = assert_computes_as(write(model, tmp_path, *FORMATS["gptq"]), model)
     assert loaded.module.lm_head.weight is loaded.module.model.embed_tokens.weight
+
+
+def test_blocks_that_layers_share_have_one_set_of_codes(tmp_path: Path) -> None:
+    model = make_model("zamba", tie_word_embeddings=True)
+    loaded = assert_computes_as(write(model, tmp_path, *FORMATS["gptq"]), model)
+    first, second = (
+        dict(loaded.module.model.layers[layer].shared_transf.named_parameters()) for layer in (2, 4)
+    )
+    assert first.keys() == second.keys()
+    assert all(first[name] is second[name] for name in first)
 
 
 def test_float16_becomes_bfloat16_and_is_said(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ typedef struct {
 } Scales;
 
 struct Codes {
-    const uint8_t *codes;  // [panels, inputs / 4, PANEL, 4], or [panels, inputs / 8, PANEL, 4]
-    const uint8_t *table;  // values of the 16 codes of 4 bits, or NULL
+    const uint8_t *codes;    // [panels, inputs / 4, PANEL, 4], or [panels, inputs / 8, PANEL, 4]
+    const uint8_t *table;    // values of the 16 codes of 4 bits, or NULL
     Scales scales, offsets;  // offsets.values: perhaps NULL
     long bits, inputs, block, groups;
     long repeats;  // blocks in a group
@@ -235,8 +235,8 @@ static Digits place_digits(const Codes *c, long rows, char **to) {
 }
 
 INLINE int same_digits(const Codes *a, const Codes *b) {
-    return a->block == b->block && a->inputs == b->inputs && a->coarse == b->coarse &&
-           a->floats == b->floats;
+    return a->block == b->block && a->inputs == b->inputs && a->coarse == b->coarse
+           && a->floats == b->floats;
 }
 
 // Digits of rows for each part: those of an earlier part, if they are the same. Returns the bytes
@@ -284,8 +284,8 @@ static void codes_by_team(const Linear *l, const number *x, long rows, const num
     long panels = 0, bytes = 0;
     for (long part = 0; part < parts; part++) panels += panels_of(l->outputs[part]);
     for (long part = 0; part < l->parts; part++)
-        bytes += panels_of(l->outputs[part]) * PANEL * l->codes[part]->inputs *
-                 l->codes[part]->bits / 8;
+        bytes +=
+            panels_of(l->outputs[part]) * PANEL * l->codes[part]->inputs * l->codes[part]->bits / 8;
     const Chunks chunks = chunks_for(panels, bytes / panels, 1);
     Digits all[4];
     for (long from = 0; from < rows; from += DIGIT_ROWS) {

@@ -71,8 +71,8 @@ INLINE void put_eight(Digit *to, __m256i x, int planes) {
         __m256i words = _mm256_packs_epi32(digit, digit);
         words = _mm256_shufflelo_epi16(words, 0xd8);
         for (int i = 0; i < 2; i++) {
-            const __m128i four = i ? _mm256_extracti128_si256(words, 1)
-                                   : _mm256_castsi256_si128(words);
+            const __m128i four =
+                i ? _mm256_extracti128_si256(words, 1) : _mm256_castsi256_si128(words);
             _mm_storel_epi64((__m128i *)(to + (i * planes + plane) * 4), four);
         }
     }
@@ -158,10 +158,10 @@ INLINE __m256 joined(int planes, const __m256i *sums, double less) {
     __m128 halves[2];
     UNROLL
     for (int i = 0; i < 2; i++) {
-        const __m128i high = i ? _mm256_extracti128_si256(sums[0], 1)
-                               : _mm256_castsi256_si128(sums[0]);
-        const __m128i low = i ? _mm256_extracti128_si256(sums[1], 1)
-                              : _mm256_castsi256_si128(sums[1]);
+        const __m128i high =
+            i ? _mm256_extracti128_si256(sums[0], 1) : _mm256_castsi256_si128(sums[0]);
+        const __m128i low =
+            i ? _mm256_extracti128_si256(sums[1], 1) : _mm256_castsi256_si128(sums[1]);
         const __m256d both = _mm256_sub_pd(_mm256_cvtepi32_pd(low), rest);
         halves[i] = _mm256_cvtpd_ps(_mm256_fmadd_pd(_mm256_cvtepi32_pd(high), factor, both));
     }
@@ -171,8 +171,8 @@ INLINE __m256 joined(int planes, const __m256i *sums, double less) {
 // Adds a block's products of some rows and outputs to `sums`, and prefetches some lines with each
 // step.
 INLINE void add_outputs(int rows, int planes, int form, const Block *b, int from, int count,
-                        const Digit *digits, const float *units, const int32_t *totals,
-                        float *sums, const char *ahead, long advance) {
+                        const Digit *digits, const float *units, const int32_t *totals, float *sums,
+                        const char *ahead, long advance) {
     const int halves = form == HALF_BYTES || form == LOOKED_UP ? 2 : 1, lines = rows > 1 ? 1 : 4;
     const long apart = b->steps * 4 * planes, width = form == VALUES ? 64 : 32;
     const __m256i table = form == LOOKED_UP ? table_of(b) : _mm256_setzero_si256();
@@ -204,8 +204,7 @@ INLINE void add_outputs(int rows, int planes, int form, const Block *b, int from
                     add_pairs(products[a][v][plane], values.of[pair], _mm256_set1_epi32(two));
             }
         }
-        for (int line = 0; line < lines; line++)
-            _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+        for (int line = 0; line < lines; line++) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
         ahead += advance;
         codes += EIGHTS * width;
     }
@@ -231,23 +230,24 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
                      long advance) {
     const int count = EIGHTS / (rows * planes);
     for (int from = 0; from < EIGHTS; from += count, advance = 0)
-        add_outputs(rows, planes, form, b, from, count, digits, units, totals, sums, ahead, advance);
+        add_outputs(rows, planes, form, b, from, count, digits, units, totals, sums, ahead,
+                    advance);
 }
 
 INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits, const float *units,
                      const int32_t *totals, float *sums, const char *ahead, long advance) {
 #define ADD(rows, planes, form) \
     add_form(rows, planes, form, b, digits, units, totals, sums, ahead, advance)
-#define ADD_ROWS(planes)                                     \
-    if (rows == 2) {                                         \
-        ADD(2, planes, VALUES);                              \
-    } else {                                                 \
-        switch (b->form) {                                   \
-        case BYTES: ADD(1, planes, BYTES); break;            \
-        case HALF_BYTES: ADD(1, planes, HALF_BYTES); break;  \
-        case LOOKED_UP: ADD(1, planes, LOOKED_UP); break;    \
-        default: ADD(1, planes, VALUES); break;              \
-        }                                                    \
+#define ADD_ROWS(planes)                                    \
+    if (rows == 2) {                                        \
+        ADD(2, planes, VALUES);                             \
+    } else {                                                \
+        switch (b->form) {                                  \
+        case BYTES: ADD(1, planes, BYTES); break;           \
+        case HALF_BYTES: ADD(1, planes, HALF_BYTES); break; \
+        case LOOKED_UP: ADD(1, planes, LOOKED_UP); break;   \
+        default: ADD(1, planes, VALUES); break;             \
+        }                                                   \
     }
     if (planes == 1) {
         ADD_ROWS(1)

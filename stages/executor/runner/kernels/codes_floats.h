@@ -1,6 +1,6 @@
 // Products of codes that are floating-point numbers themselves, e4m3: their values become operands
-// of the instructions for dense layers. Sums of a block are float32, in the order of inputs, or with
-// AVX512-BF16 of pairs of inputs.
+// of the instructions for dense layers. Sums of a block are float32, in the order of inputs, or
+// with AVX512-BF16 of pairs of inputs.
 
 enum {
     PAIR = sizeof(float) / sizeof(Operand),  // inputs in a lane
@@ -61,8 +61,8 @@ static void unpack_operands(const uint8_t *codes, long steps, const Operand *tab
             _mm512_cvtepi16_epi8(_mm512_srli_epi16(more, 8)), 1);
     }
     // The first pairs of four outputs, then their second ones.
-    const __m512i order = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     const __m512i sign = _mm512_set1_epi8(-128);
     for (long i = 0; i < steps; i++, to += 4 * PANEL)
         for (int v = 0; v < VECTORS; v++, codes += 64) {
@@ -101,8 +101,7 @@ INLINE void add_float_tile(int rows, const Operand *values, long inputs, const O
             for (int v = 0; v < COLUMNS; v++) {
                 const Numbers value = load_operands(some + v * LANES * PAIR, 0, ALL_LANES);
                 UNROLL
-                for (int a = 0; a < rows; a++)
-                    tile[a][v] = add_product(tile[a][v], each[a], value);
+                for (int a = 0; a < rows; a++) tile[a][v] = add_product(tile[a][v], each[a], value);
             }
         }
         UNROLL

@@ -1,5 +1,5 @@
-// Products of codes with AVX512-VNNI: one instruction adds four products of bytes in each lane. Digits
-// are bytes with sign: X = 256 * (256 * first + second) + third, or without the first ones.
+// Products of codes with AVX512-VNNI: one instruction adds four products of bytes in each lane.
+// Digits are bytes with sign: X = 256 * (256 * first + second) + third, or without the first ones.
 
 typedef int8_t Digit;
 typedef uint8_t Value;
@@ -179,8 +179,7 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
     const uint8_t *codes = b->codes;
     for (long i = 0; i < steps; i++) {
         add_step(rows, planes, form, codes, digits, apart, table, products);
-        for (int line = 0; line < lines; line++)
-            _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+        for (int line = 0; line < lines; line++) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
         ahead += advance;
         codes += 4 * PANEL, digits += 4 * planes * halves;
     }
@@ -193,8 +192,7 @@ INLINE void add_form(int rows, int planes, int form, const Block *b, const Digit
             float *to = sums + a * PANEL + v * 16;
             Floats sum = load_floats(to), scale = times_unit(rows, planes, b->scales[v], unit);
             sum = multiply_add(joined(planes, products[a][v], less), scale, sum);
-            if (has_offsets)
-                sum = multiply_subtract(total, multiply(b->offsets[v], unit), sum);
+            if (has_offsets) sum = multiply_subtract(total, multiply(b->offsets[v], unit), sum);
             store_floats(to, sum);
         }
     }
@@ -227,17 +225,17 @@ static __attribute__((noinline)) void add_large_tile(long rows, int planes, cons
 // Likewise.
 INLINE void add_tile(long rows, int planes, const Block *b, const Digit *digits, const float *units,
                      const int32_t *totals, float *sums, const char *ahead, long advance) {
-#define ADD_FORMS(rows, planes)                                \
-    switch (b->form) {                                         \
-    case HALF_BYTES: ADD(rows, planes, HALF_BYTES); break;     \
-    case LOOKED_UP: ADD(rows, planes, LOOKED_UP); break;       \
-    default: ADD(rows, planes, VALUES); break;                 \
+#define ADD_FORMS(rows, planes)                            \
+    switch (b->form) {                                     \
+    case HALF_BYTES: ADD(rows, planes, HALF_BYTES); break; \
+    case LOOKED_UP: ADD(rows, planes, LOOKED_UP); break;   \
+    default: ADD(rows, planes, VALUES); break;             \
     }
-#define ADD_ROWS(planes)           \
-    if (rows == 1) {               \
-        ADD_FORMS(1, planes)       \
-    } else {                       \
-        ADD_FORMS(2, planes)       \
+#define ADD_ROWS(planes)     \
+    if (rows == 1) {         \
+        ADD_FORMS(1, planes) \
+    } else {                 \
+        ADD_FORMS(2, planes) \
     }
     if (rows > 2) {
         add_large_tile(rows, planes, b, digits, units, totals, sums, ahead, advance);

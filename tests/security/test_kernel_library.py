@@ -7,6 +7,7 @@ import pwd
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,13 @@ def test_the_library_is_compiled_once(machine: Machine) -> None:
     finally:
         os.umask(old_umask)
     assert machine.library.stat().st_mode & 0o777 == 0o600
+
+
+def test_processes_that_start_together_compile_once(machine: Machine) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        loaded = pool.map(compiling.load_library, 4 * [compiling.BFLOAT16])
+        assert [each.answer() for each in loaded] == 4 * [42]
+    assert machine.compiled == 1
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {

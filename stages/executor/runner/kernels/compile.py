@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import stat
 import subprocess
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -92,7 +94,10 @@ def load_library(library: Library) -> ctypes.CDLL:
             return _load(cache, name)
     sweep()
     try:
-        with temporary_folder("kernels") as folder:
+        with _alone(cache), temporary_folder("kernels") as folder:
+            if cache is not None:
+                with suppress(OSError):  # another process has compiled it meanwhile
+                    return _load(cache, name)
             content = _compile(library, compiler, openmp, folder)
             if cache is not None:
                 with suppress(OSError):
@@ -102,6 +107,21 @@ def load_library(library: Library) -> ctypes.CDLL:
             return _load(folder, name)
     except OSError as error:
         raise KernelsUnavailable(f"can't make and load {name}: {error}") from None
+
+
+@contextmanager
+def _alone(cache: Path | None) -> Iterator[None]:
+    """Compile in one process of the user at a time: several that start together need the same."""
+    if cache is None:
+        yield
+        return
+    folder = os.open(cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def digest_of(library: ctypes.CDLL) -> bytes:

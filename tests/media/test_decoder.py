@@ -235,7 +235,8 @@ def test_a_process_that_hangs_is_ended() -> None:
     decoder = ImageDecoder(LIMITS)
     decoder.decode(saved(picture()))
     os.kill(child_of(decoder), signal.SIGSTOP)
-    decoder._patience_s = 0.1
+    for worker in decoder._idle.queue:
+        worker._patience_s = 0.1
     with raises("image_decode_failed", "took too long"):
         decoder.decode(saved(picture()))
     decoder.close()

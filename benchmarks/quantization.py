@@ -5,7 +5,7 @@
 
 The tasks and held-out prompts are those of `examples/bundled_models`: their exact answers, greedy,
 and the logprobs of the right answers' tokens. Nothing is drawn at random, so a run repeats its
-numbers, whatever the load.
+numbers at any load.
 
 Columns: bytes are those of all parameters, tied ones once; `bits` a weight on average. `ppl` is the
 perplexity of the right answers' tokens. `all` is the accuracy over all kinds of tasks, each counted

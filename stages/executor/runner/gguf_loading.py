@@ -137,7 +137,7 @@ class _KeptBlocks(StoredCodes):
 
 
 def _check_finite(file: GgufFile, name: str, plain: PlainCodes) -> None:
-    """Check the numbers of some rows; codes are finite whatever their bytes are."""
+    """Check that scales and offsets are finite. Codes always are: each byte is a number."""
     for scales in (plain.scales, plain.offsets):
         if scales is None:
             continue

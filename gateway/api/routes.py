@@ -14,6 +14,7 @@ from ..call import Call
 from ..caller import Needed
 from ..server.http import Endpoint, Response, call_of
 from ..serving.chain import PolicyChain
+from ..serving.fields import collect_ignored, shown_fields
 
 NO_LOADING = "there is one model here, which stays; name several in the setting models"
 
@@ -44,7 +45,12 @@ class PolicyRoute(Route):
             call.route, call.params = self.path_format, request.path_params
             chain: PolicyChain = request.app.chain
             await chain.enter(call, needed)
-            return await endpoint(call)
+            ignored = collect_ignored()
+            response = await endpoint(call)
+            if ignored:
+                # A stream's body is read before its response is returned.
+                response.headers["X-Ignored-Fields"] = shown_fields(ignored)
+            return response
 
         super().__init__(path, checked, methods=methods.split(","))
         self.needed = needed

@@ -1,8 +1,10 @@
-"""Fields of a call's body: each struct declares which ones count, say nothing, or are refused."""
+"""Fields of a call's body: each struct declares which ones are honoured, neutral or refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -23,6 +25,32 @@ EMPTY: tuple[Any, ...] = (0, "", [], {})
 """Values that mean the default in any field, beside null."""
 
 
+_INDEX = re.compile(r"\[\d+\]")
+_MOST_SHOWN = 32
+
+_IGNORED: ContextVar[dict[str, None] | None] = ContextVar("_IGNORED", default=None)
+
+
+def collect_ignored() -> dict[str, None]:
+    """Return the fields that are ignored from now on in this task: their paths, in order."""
+    ignored: dict[str, None] = {}
+    _IGNORED.set(ignored)
+    return ignored
+
+
+def ignore(param: str) -> None:
+    """Report a field, item or tool of the call's body as neutral: taken, and without effect."""
+    if (ignored := _IGNORED.get()) is not None:
+        ignored[param] = None
+
+
+def shown_fields(ignored: Collection[str]) -> str:
+    """Return ignored fields for a header: each once, without places in lists."""
+    names = dict.fromkeys(_INDEX.sub("[]", param) for param in ignored)
+    listed = [name for name in names if name.isascii() and name.isprintable()]
+    return ", ".join(listed[:_MOST_SHOWN]) + (", ..." if len(listed) > _MOST_SHOWN else "")
+
+
 class RefusedField(NamedTuple):
     """A known field that can't be obeyed.
 
@@ -40,19 +68,19 @@ class _Known(NamedTuple):
 
     Attributes:
         inner: Fields that count, each with the struct that it holds, alone or in a list.
-        harmless: Fields that would not change an answer.
+        neutral: Fields that would not change an answer.
         refused: Fields that are known and not supported.
     """
 
     inner: Mapping[str, type | None]
-    harmless: Collection[str]
+    neutral: Collection[str]
     refused: Mapping[str, RefusedField]
 
 
 def read_part(given: Any, kind: type[T], where: str = "") -> T:
     """Read a body, or a part of it, as a struct.
 
-    The struct may declare `HARMLESS` (names of fields that would not change an answer), `REFUSED`
+    The struct may declare `NEUTRAL` (names of fields that would not change an answer), `REFUSED`
     (`RefusedField` by name) and `SAMPLING` (names of sampling parameters, for `read_sampling`). Any
     other field is refused unless its value is empty; so it is in the structs of its fields.
 
@@ -102,7 +130,10 @@ def check_fields(given: Any, kind: type, where: str) -> None:
             refused = known.refused[name]
             if value is not None and value not in refused.nothing:
                 raise _unsupported(param, f"is not supported here: {refused.why}")
-        elif value and name not in known.inner and name not in known.harmless:
+        elif name in known.neutral and name not in known.inner:
+            if value:
+                ignore(param)
+        elif value and name not in known.inner:
             raise _unsupported(param, f"is not known here{nearest(name, fields_of(kind))}")
 
 
@@ -114,7 +145,7 @@ def _unsupported(param: str, why: str) -> FieldError:
 def fields_of(kind: type) -> Collection[str]:
     """Return all fields of a body's struct by name."""
     known = _known_in(kind)
-    return {*known.inner, *known.harmless, *known.refused}
+    return {*known.inner, *known.neutral, *known.refused}
 
 
 @cache
@@ -122,7 +153,7 @@ def _known_in(kind: type) -> _Known:
     fields = msgspec.structs.fields(kind)
     inner = {field.encode_name: _struct_in(field.type) for field in fields}
     inner |= dict.fromkeys(getattr(kind, "SAMPLING", ()))
-    return _Known(inner, getattr(kind, "HARMLESS", ()), getattr(kind, "REFUSED", {}))
+    return _Known(inner, getattr(kind, "NEUTRAL", ()), getattr(kind, "REFUSED", {}))
 
 
 def _struct_in(kind: Any) -> type | None:

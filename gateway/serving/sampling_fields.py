@@ -35,7 +35,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's sampling parameters as an object of their own, for answers in tokens."""
 
     SAMPLING: ClassVar = VLLM
-    HARMLESS: ClassVar = frozenset(
+    NEUTRAL: ClassVar = frozenset(
         {
             "detokenize",
             "flat_logprobs",

@@ -30,7 +30,7 @@ CANCELLED_MS = 1000
 _DISPLACING = ("kill", "double", "pause", "cut", "reset", "vanish", "clock", "restart", "failover")
 """Faults after which another admission may give up a request, too."""
 
-_HARMLESS = ("garbage", "flush", "hold", "weights", "adapter")
+_NEUTRAL = ("garbage", "flush", "hold", "weights", "adapter")
 
 
 class EffectsWorld(Protocol):
@@ -84,7 +84,7 @@ def check_leases(world: EffectsWorld) -> Iterator[str]:
 
 def _is_undisturbed(story: Story) -> bool:
     """Return whether no fault keeps a lane from its work."""
-    return not story.noise and all(fault.kind in _HARMLESS for fault in story.faults)
+    return not story.noise and all(fault.kind in _NEUTRAL for fault in story.faults)
 
 
 def check_timers(actor: Actor) -> Iterator[str]:

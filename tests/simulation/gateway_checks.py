@@ -18,7 +18,7 @@ _LOSSY = ("restart", "failover")
 _ROUGH = ("pause", "cut", "double", "clock", "vanish", *_LOSSY)
 """Faults by which a gateway's claim on its calls may end while their clients wait."""
 
-_HARMLESS = ("garbage", "flush", "weights", "adapter")
+_NEUTRAL = ("garbage", "flush", "weights", "adapter")
 """Faults in which what no one reads ends in time; and kills of gateways."""
 
 _ORDERS = ("weights", "adapter", "hold")
@@ -113,7 +113,7 @@ def _check_left(story: Story, name: str, call: Call, ends: Iterable[Completion])
     kills = [fault.lasts_ms for fault in story.faults if fault.target.startswith("gateway")]
     others = [fault for fault in story.faults if not fault.target.startswith("gateway")]
     rough = any(fault.kind in _ROUGH for fault in story.faults)
-    if story.noise or rough or any(fault.kind not in _HARMLESS for fault in others):
+    if story.noise or rough or any(fault.kind not in _NEUTRAL for fault in others):
         return
     limit_ms = LEFT_MS
     if call.request.keyed or kills:

@@ -22,7 +22,7 @@ _ONE_SPEED = "there is one; `priority` says more"
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool of the caller's."""
 
-    HARMLESS: ClassVar = _CACHE_MARK | {"eager_input_streaming"}
+    NEUTRAL: ClassVar = _CACHE_MARK | {"eager_input_streaming"}
 
     name: str
     input_schema: dict[str, Any]
@@ -63,7 +63,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     """`/v1/messages/count_tokens`: the fields of which a prompt is made."""
 
-    HARMLESS: ClassVar = _CACHE_MARK | {"output_format"}
+    NEUTRAL: ClassVar = _CACHE_MARK | {"output_format"}
     REFUSED: ClassVar = {
         "context_management": RefusedField("prompts are taken whole"),
         "mcp_servers": RefusedField("nothing is called from here"),
@@ -84,7 +84,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`/v1/messages`."""
 
     SAMPLING: ClassVar = ANTHROPIC
-    HARMLESS: ClassVar = _CACHE_MARK | {"metadata"}
+    NEUTRAL: ClassVar = _CACHE_MARK | {"metadata"}
     REFUSED: ClassVar = CountBody.REFUSED | {
         "container": RefusedField("nothing is executed"),
         "diagnostics": RefusedField("nothing is compared with former calls"),
@@ -113,7 +113,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A block of text."""
 
-    HARMLESS: ClassVar = _CACHE_MARK
+    NEUTRAL: ClassVar = _CACHE_MARK
 
     type: Literal["text"]
     text: str
@@ -122,7 +122,7 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
 class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     """An image in base64. Its content decides the format, not the declared type."""
 
-    HARMLESS: ClassVar = frozenset({"media_type"})
+    NEUTRAL: ClassVar = frozenset({"media_type"})
 
     type: Literal["base64"]
     data: str
@@ -138,7 +138,7 @@ class ImageAddress(msgspec.Struct, frozen=True, kw_only=True):
 class ImageBlock(msgspec.Struct, frozen=True, kw_only=True):
     """An image."""
 
-    HARMLESS: ClassVar = _CACHE_MARK
+    NEUTRAL: ClassVar = _CACHE_MARK
 
     type: Literal["image"]
     source: dict[str, Any]
@@ -162,7 +162,7 @@ class RedactedThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
 class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call."""
 
-    HARMLESS: ClassVar = _CACHE_MARK
+    NEUTRAL: ClassVar = _CACHE_MARK
 
     type: Literal["tool_use"]
     id: str
@@ -174,7 +174,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
 class ToolResultBlock(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a tool call."""
 
-    HARMLESS: ClassVar = _CACHE_MARK
+    NEUTRAL: ClassVar = _CACHE_MARK
 
     type: Literal["tool_result"]
     tool_use_id: str

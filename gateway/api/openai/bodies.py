@@ -32,9 +32,9 @@ Budget = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 """Tokens of reasoning."""
 Prompts = str | list[str | Int64 | list[Int64]]
 CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
-"""Harmless: prefixes are cached without them."""
+"""Neutral: prefixes are cached without them."""
 
-_HARMLESS = frozenset(
+_NEUTRAL = frozenset(
     {
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -70,7 +70,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class TextPart(msgspec.Struct, frozen=True):
     """A part of a text, as clients write it, or hand back what a server has answered."""
 
-    HARMLESS: ClassVar = CACHE_MARKS | {"annotations", "id", "index", "logprobs"}
+    NEUTRAL: ClassVar = CACHE_MARKS | {"annotations", "id", "index", "logprobs"}
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -79,7 +79,7 @@ class TextPart(msgspec.Struct, frozen=True):
 class ImageUrl(msgspec.Struct, frozen=True):
     """An image's URL. A model has one resolution, so that `detail` changes nothing."""
 
-    HARMLESS: ClassVar = frozenset({"detail"})
+    NEUTRAL: ClassVar = frozenset({"detail"})
 
     url: str
 
@@ -87,7 +87,7 @@ class ImageUrl(msgspec.Struct, frozen=True):
 class ImageUrlPart(msgspec.Struct, frozen=True):
     """An image in a message of a chat, or of a response (`input_image`)."""
 
-    HARMLESS: ClassVar = CACHE_MARKS | {"detail"}
+    NEUTRAL: ClassVar = CACHE_MARKS | {"detail"}
     REFUSED: ClassVar = {"file_id": RefusedField("no files are kept; give an image_url")}
 
     type: Literal["image_url", "input_image"]
@@ -140,7 +140,7 @@ class TextBody(StreamedBody, frozen=True, kw_only=True):
     """The fields that completions and chats have."""
 
     SAMPLING: ClassVar = TEXT_SAMPLING
-    HARMLESS: ClassVar = _HARMLESS | {"metadata"}
+    NEUTRAL: ClassVar = _NEUTRAL | {"metadata"}
 
     n: Int64 = 1
     prompt_logprobs: Int64 | None = None
@@ -242,7 +242,7 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     """`/v1/responses`."""
 
     SAMPLING: ClassVar = TEXT_SAMPLING
-    HARMLESS: ClassVar = _HARMLESS | {"max_tool_calls", "prompt_cache_options"}
+    NEUTRAL: ClassVar = _NEUTRAL | {"max_tool_calls", "prompt_cache_options"}
     REFUSED: ClassVar = _REFUSED | {
         "background_options": RefusedField("there is one speed; `priority` says more"),
         "context_management": RefusedField("prompts are taken whole"),
@@ -280,7 +280,7 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A function's name with its arguments: an object, or its JSON."""
 
-    HARMLESS: ClassVar = frozenset({"parsed_arguments"})
+    NEUTRAL: ClassVar = frozenset({"parsed_arguments"})
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -289,7 +289,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call, as clients' libraries hand it back."""
 
-    HARMLESS: ClassVar = CACHE_MARKS | {"extra_content", "index"}
+    NEUTRAL: ClassVar = CACHE_MARKS | {"extra_content", "index"}
 
     function: CalledFunction
     id: str | None = None
@@ -300,7 +300,7 @@ class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A message of a chat."""
 
     # `parsed` is an addition of OpenAI's library to our messages.
-    HARMLESS: ClassVar = CACHE_MARKS | {"parsed"}
+    NEUTRAL: ClassVar = CACHE_MARKS | {"parsed"}
 
     role: Role
     content: str | list[dict[str, Any]] | None = None
@@ -339,7 +339,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingCommon(RequestBody, frozen=True, kw_only=True):
     """The fields of all calls that embed."""
 
-    HARMLESS: ClassVar = frozenset({"user"})
+    NEUTRAL: ClassVar = frozenset({"user"})
     REFUSED: ClassVar = {
         "add_special_tokens": RefusedField("they are added", (True,)),
         "truncate_prompt_tokens": REFUSED["truncate_prompt_tokens"],

@@ -158,7 +158,7 @@ _CHOICE = "tool_choice"
 class Function(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call."""
 
-    HARMLESS: ClassVar = CACHE_MARKS
+    NEUTRAL: ClassVar = CACHE_MARKS
 
     name: str
     description: str | None = None
@@ -169,7 +169,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 class NestedTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool of a chat."""
 
-    HARMLESS: ClassVar = CACHE_MARKS
+    NEUTRAL: ClassVar = CACHE_MARKS
 
     type: Literal["function"]
     function: Function
@@ -189,7 +189,7 @@ class FlatTool(Function, frozen=True, kw_only=True):
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A function in a choice, by its name. Its parameters stand in the call's tools."""
 
-    HARMLESS: ClassVar = CACHE_MARKS | {"description", "parameters", "strict"}
+    NEUTRAL: ClassVar = CACHE_MARKS | {"description", "parameters", "strict"}
 
     name: str
 
@@ -197,7 +197,7 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
 class NestedNamed(msgspec.Struct, frozen=True, kw_only=True):
     """A tool in a chat's choice."""
 
-    HARMLESS: ClassVar = CACHE_MARKS
+    NEUTRAL: ClassVar = CACHE_MARKS
 
     type: Literal["function"]
     function: NamedFunction

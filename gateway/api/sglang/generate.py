@@ -125,7 +125,7 @@ class EncodeBody(msgspec.Struct, frozen=True):
     """SGLang's EmbeddingReqInput."""
 
     # They say how to route, log or trace a request.
-    HARMLESS: ClassVar = frozenset(
+    NEUTRAL: ClassVar = frozenset(
         {"log_metrics", "background", "routing_key", "external_trace_header"}
     )
 

@@ -32,7 +32,7 @@ _PROBE = (0,)
 class AbortBody(msgspec.Struct, frozen=True):
     """AbortReq."""
 
-    HARMLESS: ClassVar = frozenset({"finished_reason", "abort_message"})
+    NEUTRAL: ClassVar = frozenset({"finished_reason", "abort_message"})
 
     rid: str = ""
     abort_all: bool = False

@@ -45,7 +45,7 @@ class SGLangBody(msgspec.Struct, frozen=True):
     """SGLang's GenerateReqInput; a list has one per prompt."""
 
     # They say how to route, log or trace a request, or which rank runs it.
-    HARMLESS: ClassVar = frozenset(
+    NEUTRAL: ClassVar = frozenset(
         {
             "background",
             "conversation_id",
@@ -80,7 +80,7 @@ class SGLangSampling(msgspec.Struct, frozen=True):
     """SGLang's SamplingParams, without those that the engine has."""
 
     SAMPLING: ClassVar = SGLANG
-    HARMLESS: ClassVar = frozenset({"spaces_between_special_tokens"})
+    NEUTRAL: ClassVar = frozenset({"spaces_between_special_tokens"})
 
     n: Int64 = 1
     skip_special_tokens: bool = True

@@ -24,7 +24,7 @@ from .sync import WeightSync
 
 # The engine itself frees memory and records graphs. Cached prefixes of other weights are never
 # used, flushed or not.
-_HARMLESS = frozenset(
+_NEUTRAL = frozenset(
     {"flush_cache", "torch_empty_cache", "recapture_cuda_graph", "keep_pause", "token_step"}
 )
 _SELECTORS = ("all", "target")
@@ -63,7 +63,7 @@ class LeaveBody(msgspec.Struct, frozen=True):
 class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of all updates."""
 
-    HARMLESS: ClassVar = _HARMLESS
+    NEUTRAL: ClassVar = _NEUTRAL
 
     weight_version: str | None = None
     abort_all_requests: bool = False
@@ -107,7 +107,7 @@ class PauseBody(msgspec.Struct, frozen=True):
 class EmptyBody(msgspec.Struct, frozen=True):
     """ContinueGenerationReqInput and EndWeightUpdateReqInput, of which no field counts."""
 
-    HARMLESS: ClassVar = _HARMLESS
+    NEUTRAL: ClassVar = _NEUTRAL
 
 
 class MemoryBody(msgspec.Struct, frozen=True):
@@ -140,7 +140,7 @@ class LoadLoraBody(UnloadLoraBody, frozen=True):
     """LoadLoRAAdapterReqInput."""
 
     # The engine has no pool of adapters beside the loaded ones.
-    HARMLESS: ClassVar = frozenset({"pinned", "added_tokens_config"})
+    NEUTRAL: ClassVar = frozenset({"pinned", "added_tokens_config"})
 
     lora_path: str
 

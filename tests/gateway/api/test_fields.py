@@ -36,7 +36,7 @@ ALL = [kind for bodies in INTERFACES.values() for kind in bodies.values()] + [SG
 
 def rows(document: str) -> list[tuple[str, str, str, str]]:
     text = (DOCS / f"{document}.md").read_text()
-    row = r"^\| `(\w+)` \| (.+?) \| (honoured|harmless|refused) \| (.+) \|$"
+    row = r"^\| `(\w+)` \| (.+?) \| (honoured|neutral|refused) \| (.+) \|$"
     return re.findall(row, text, re.M)
 
 
@@ -52,7 +52,7 @@ def test_the_document_has_each_field_of_each_call(interface: str) -> None:
         honoured = {*kind.__struct_fields__, *getattr(kind, "SAMPLING", ())}
         for becomes, names in (
             ("honoured", honoured),
-            ("harmless", getattr(kind, "HARMLESS", ())),
+            ("neutral", getattr(kind, "NEUTRAL", ())),
             ("refused", getattr(kind, "REFUSED", ())),
         ):
             declared += [(call, name, becomes) for name in names]
@@ -103,7 +103,7 @@ def test_null_and_default_values_are_accepted(
 ) -> None:
     names = [*kind.__struct_fields__, *getattr(kind, "SAMPLING", ())]
     refused = getattr(kind, "REFUSED", {})
-    names += [*getattr(kind, "HARMLESS", ()), *refused]
+    names += [*getattr(kind, "NEUTRAL", ()), *refused]
     assert read_part(dict.fromkeys(names), kind) == kind()
     for name, each in refused.items():
         for nothing in each.nothing:

@@ -28,7 +28,7 @@ _LEFT_OUT = frozenset({"id", "status", "phase", "type"})
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call by the model."""
 
-    HARMLESS: ClassVar = _LEFT_OUT
+    NEUTRAL: ClassVar = _LEFT_OUT
 
     call_id: str
     name: str
@@ -39,7 +39,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a call: a text, or parts of text and images."""
 
-    HARMLESS: ClassVar = _LEFT_OUT
+    NEUTRAL: ClassVar = _LEFT_OUT
 
     call_id: str
     output: str | list[dict[str, Any]]
@@ -57,7 +57,7 @@ class ReasoningPart(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
     """The model's reasoning before a text or a call. Encrypted content can't be read."""
 
-    HARMLESS: ClassVar = _LEFT_OUT
+    NEUTRAL: ClassVar = _LEFT_OUT
 
     summary: list[ReasoningPart] = []
     content: list[ReasoningPart] | None = None

@@ -27,7 +27,7 @@ ID_PREFIX = "resp_"
 
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is returned as it is, so that no encrypted copy is needed.
-_HARMLESS = frozenset({"reasoning.encrypted_content"})
+_NEUTRAL = frozenset({"reasoning.encrypted_content"})
 
 _MOST_METADATA = 16
 _MOST_LISTED = 100
@@ -36,7 +36,7 @@ _MOST_LISTED = 100
 class RetrieveQuery(msgspec.Struct, frozen=True):
     """The query of a response: as a whole, or as a stream after an event."""
 
-    HARMLESS: ClassVar = frozenset({"include", "include[]", "include_obfuscation"})
+    NEUTRAL: ClassVar = frozenset({"include", "include[]", "include_obfuscation"})
 
     stream: bool = False
     starting_after: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -45,7 +45,7 @@ class RetrieveQuery(msgspec.Struct, frozen=True):
 class ItemsQuery(msgspec.Struct, frozen=True):
     """The query of a response's input items."""
 
-    HARMLESS: ClassVar = RetrieveQuery.HARMLESS
+    NEUTRAL: ClassVar = RetrieveQuery.NEUTRAL
 
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
@@ -163,7 +163,7 @@ def read_response(
     """
     fields = read_part(body, ResponseBody)
     for place, each in enumerate(fields.include):
-        if each != LOGPROBS and each not in _HARMLESS:
+        if each != LOGPROBS and each not in _NEUTRAL:
             param = f"include[{place}]"
             raise field_error(
                 param,

@@ -35,6 +35,7 @@ from nano_inference.text.messages import (
     constraint_of,
     find_format,
 )
+from nano_inference.text.model_format import writer_of
 
 from ..message_writer import Writer
 from .cases import Case, Message, calls_of, cases_of
@@ -82,6 +83,11 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def form_of(template: str) -> MessageFormat | None:
+    """The format that is recognised, whatever the model's architecture."""
+    return find_format("auto", None, template, "", writer_of(tokenizer_of(template)))
+
+
 def variables_of(template: str, thinking: bool | None) -> dict[str, Any]:
     """The template's switches of reasoning."""
     if thinking is None:
@@ -118,7 +124,7 @@ def written(template: str, form: MessageFormat, turn: dict[str, Any]) -> tuple[s
 
 def about(template: str, writer: Writer) -> list[str]:
     """A row of the table."""
-    form = find_format("auto", None, template, "")
+    form = form_of(template)
     if form is None:
         return ["-", "", "", "", ""]
     row = [form.name]
@@ -331,7 +337,7 @@ def _of_templates(templates: dict[str, str]) -> Iterator[str]:
 
 
 def _of_cases(cases: list[Case], templates: dict[str, str], verbose: bool) -> Iterator[str]:
-    forms = {name: find_format("auto", None, text, "") for name, text in templates.items()}
+    forms = {name: form_of(text) for name, text in templates.items()}
     counts: dict[str, Counter[str]] = {}
     for case in cases:
         found = outcome(case, templates[case.template], forms[case.template])

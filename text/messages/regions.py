@@ -118,7 +118,7 @@ def region_template(response_template: dict[str, Any], *, with_calls: bool) -> R
     return _region_template(msgspec.json.encode(response_template), with_calls)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _region_template(encoded: bytes, with_calls: bool) -> RegionTemplate:
     given = msgspec.json.decode(encoded)
     anchor = {key: given[key] for key in given if key.startswith("start_anchor")}

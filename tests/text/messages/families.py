@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nano_inference.config import RequestError
 from nano_inference.text.messages import (
     Delta,
     MessageFormat,
@@ -76,6 +77,24 @@ class Family(NamedTuple):
             for name, arguments in calls
         )
         return self.open + self.between.join(texts) + self.close
+
+    def rendered(self, turns: Sequence[Mapping[str, Any]], begin: bool) -> str:
+        """A conversation as the family's chat templates write it."""
+        return "".join(map(self._turn, turns)) + (self.turn if begin else "")
+
+    def _turn(self, turn: Mapping[str, Any]) -> str:
+        if turn["role"] != "assistant":
+            return f"<{turn['role']}>{turn['content']}</{turn['role']}>"
+        text = self.turn
+        if self.reasoning[0] and "reasoning_content" in turn:
+            text += turn["reasoning_content"].join(self.reasoning)
+        if turn["content"]:
+            text += self.answer + turn["content"]
+        if turn.get("tool_calls") and self.call == "refused":
+            raise RequestError("no calls", code="invalid_messages")
+        functions = [call["function"] for call in turn.get("tool_calls", ())]
+        calls = [(function["name"], function["arguments"]) for function in functions]
+        return text + (self.written(calls) if calls else "")
 
     def _arguments(self, arguments: Arguments) -> str:
         if self.is_json:
@@ -234,9 +253,15 @@ FAMILIES = {
 }
 
 
+def found_for(family: Family, model_type: str, own: Any = None) -> MessageFormat | None:
+    """The format that is found by what the family's chat templates write."""
+    return find_format("auto", own, family.chat_template, model_type, family.rendered)
+
+
 def format_of_family(family: Family) -> MessageFormat:
-    """Return the format that is detected for the family."""
-    form = find_format("auto", None, family.chat_template, family.model_type)
+    """Return the format that is found for the family."""
+    form = found_for(family, family.model_type)
+    assert form is not None
     return form
 
 

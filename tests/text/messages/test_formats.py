@@ -10,12 +10,21 @@ from nano_inference.text.messages import (
     Reading,
     Tool,
     call_body,
-    find_format,
     opening_of,
 )
 from nano_inference.text.messages.message_format import known_formats
 
-from .families import FAMILIES, Family, Read, both, deltas_of, format_of_family, named, read
+from .families import (
+    FAMILIES,
+    Family,
+    Read,
+    both,
+    deltas_of,
+    format_of_family,
+    found_for,
+    named,
+    read,
+)
 
 CALLS = [
     ("get_weather", {"city": "Bari, “Süd” 東", "days": 3, "hourly": True}),
@@ -41,12 +50,21 @@ def form(family: Family) -> MessageFormat:
 
 
 def test_every_format_is_one_of_a_family() -> None:
-    assert {family.format for family in FAMILIES.values()} == {f.name for f in known_formats()}
+    known = {form.name for form in known_formats() if form.reads_calls}
+    assert {family.format for family in FAMILIES.values()} == known
+
+
+def test_a_model_that_only_reasons_has_the_format_think() -> None:
+    family = FAMILIES["Qwen3"]._replace(chat_template="<think>", call="")
+    form = found_for(family, "qwen3")
+    assert form == named("think")
+    assert both(form, "<think>\nHm.\n</think>\n\nYes.") == Read("Hm.", "Yes.", [], 0)
 
 
 def test_a_family_is_found_by_its_chat_template(family: Family, form: MessageFormat) -> None:
     assert form.name == family.format
-    unknown_type = find_format("auto", None, family.chat_template, "")
+    unknown_type = found_for(family, "")
+    assert unknown_type is not None
     same_family = {family.format, "hermes", "qwen"} if "<tool_call>" in family.call else set()
     assert unknown_type.name in (same_family or {family.format})
 
@@ -63,7 +81,7 @@ def test_the_reader_reads_all_that_a_grammar_writes(family: Family, form: Messag
         assert not family.is_json
         return
     syntax = form.calls
-    call = syntax.example("get_weather")
+    call = syntax.written("get_weather")
     text = syntax.open + call + syntax.between + call + syntax.close
     assert both(form, text) == Read("", "", [("get_weather", {})] * 2, 0)
     if form.reasoning is not None:

@@ -13,7 +13,10 @@ from typing import Any
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from .own_bodies import STRING
+
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
+_STRING = re.compile(STRING, re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 _MOST_LOOKS = 64
@@ -120,6 +123,14 @@ class DelimitedBody(_SearchedBody):
         return any(begin in text.sub("", self._rest) for begin, text in self._delimiters)
 
 
+class PythonBody(_SearchedBody):
+    """Calls as in Python."""
+
+    def _is_open(self) -> bool:
+        self._rest = _STRING.sub("", self._rest)
+        return '"' in self._rest or "'" in self._rest
+
+
 class TaggedBody(_SearchedBody):
     """Values between tags, such as XML's."""
 
@@ -145,6 +156,8 @@ def new_body(content: str, args: dict[str, Any]) -> CallBody:
     if content == "json":
         delimiters = args.get("string_delims")
         return DelimitedBody(delimiters) if delimiters else JsonBody()
+    if kind := args.get("as"):
+        return PythonBody() if kind == "python" else JsonBody()
     return CallBody()
 
 

@@ -194,7 +194,9 @@ class MessageReader:
             self._template.check_all_is_read("".join(piece.text for piece in self._call[1:-1]))
             assert self._template.calls is not None
             message = parse_response(text, self._template.calls, prefix="", tools=self._tools)
-            functions = [self._function(call) for call in _flat(message[CALLS])]
+            functions = [
+                self._function(call) for call in _flat(self._template.calls_in(message[CALLS]))
+            ]
             if not functions:
                 raise ValueError("there is none")
         except _MALFORMED:

@@ -161,6 +161,11 @@ def new_body(content: str, args: dict[str, Any]) -> CallBody:
     return CallBody()
 
 
+def names_in(args: dict[str, Any], body: str) -> list[str]:
+    """Return the names of the values between tags, as the pattern of tags finds them."""
+    return [found["key"] for found in _tag_re(args["tag_pattern"]).finditer(body)]
+
+
 def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
     """Check that the content parser reads the whole body, each name once.
 
@@ -169,7 +174,7 @@ def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
     """
     if content == "xml-inline":
         tag = _tag_re(args["tag_pattern"])
-        names = [found["key"] for found in tag.finditer(body)]
+        names = names_in(args, body)
         rest = tag.sub("", body)
     elif content == "kv-lines":
         lines = [line for line in body.split(args.get("line_sep", "\n")) if line.strip()]
@@ -182,6 +187,17 @@ def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
         raise ValueError("a part of it is no argument")
     if len(set(names)) < len(names) and not args.get("merge_duplicates"):
         raise ValueError("an argument stands there twice")
+
+
+def texts_in(content: str, args: dict[str, Any], body: str) -> dict[str, bool]:
+    """Return whether values are texts, by their names, where tags say so: the pattern then has a
+    group `text`, which matches in tags of texts only."""
+    if content != "xml-inline":
+        return {}
+    tag = _tag_re(args["tag_pattern"])
+    if "text" not in tag.groupindex:
+        return {}
+    return {found["key"]: found["text"] is not None for found in tag.finditer(body)}
 
 
 @lru_cache(32)

@@ -13,8 +13,11 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from ...config import Constraint, RequestError
 from ..schemas import may_have, moved
 from .lark import ANY_OBJECT, Grammar, is_regex, json_of, quoted, schema_of
-from .message_format import MessageFormat
+from .message_format import NUMBER, MessageFormat
+from .tagged_rules import TaggedArguments
 from .tools import Tool, ToolUse
+
+_ANY_NUMBER = "/[0-9]{1,3}/"
 
 
 def unsupported(form: MessageFormat, why: str) -> RequestError:
@@ -32,7 +35,9 @@ class CallRules:
         begin: The text before the name of the first call.
     """
 
-    def __init__(self, grammar: Grammar, form: MessageFormat, use: ToolUse) -> None:
+    def __init__(
+        self, grammar: Grammar, form: MessageFormat, use: ToolUse, opening: str = ""
+    ) -> None:
         """Raises RequestError: unsupported."""
         if form.calls is None:
             raise unsupported(
@@ -50,7 +55,11 @@ class CallRules:
             )
         self._several = use.parallel and not use.named
         self._known_arguments: dict[int, str] = {}
-        self.begin = (form.calls.open + form.calls.before).lstrip()
+        tagged = form.calls.arguments
+        self._tagged = None if tagged is None else TaggedArguments(grammar, form, tagged)
+        opened = form.answer_open
+        begin = form.calls.open.removeprefix(opened if opened and opened in opening else "")
+        self.begin = (begin + form.calls.before).lstrip()
 
     def calls(self) -> str:
         """Return the rule of one call, or of several in a row."""
@@ -148,14 +157,28 @@ class CallRules:
     def _arguments(self, place: int) -> str:
         if place not in self._known_arguments:
             schema = _arguments_of(self._tools[place], self._use)
-            name = self._grammar.rule(f"arguments_{place}", json_of(schema))
-            self._known_arguments[place] = name
+            if self._tagged is None:
+                body = json_of(schema)
+            elif schema is ANY_OBJECT:
+                body = self._tagged.any()
+            else:
+                body = self._tagged.of(schema)
+            self._known_arguments[place] = self._grammar.rule(f"arguments_{place}", body)
         return self._known_arguments[place]
+
+    def _written(self, text: str, *, spelled: bool = False) -> str:
+        """Return a literal text in a rule, with any number where one stands.
+
+        Args:
+            spelled: Whether no special token is in it, so that it may stand in a terminal.
+        """
+        literal = quoted if spelled else self._grammar.literal
+        return f" {_ANY_NUMBER} ".join(literal(part) for part in text.split(NUMBER))
 
     def _any_of(self, name: str, begin: str) -> str:
         """Return the rule of any tool's call: from the text before its name to its arguments."""
         calls = [
-            f"{self._grammar.literal(self._head(begin, tool))} {self._arguments(place)}"
+            f"{self._written(self._head(begin, tool))} {self._arguments(place)}"
             for place, tool in enumerate(self._tools)
         ]
         return self._grammar.rule(name, " | ".join(calls))
@@ -169,9 +192,11 @@ class CallRules:
             token = self._grammar.first_token(head)
             if token is not None:
                 head, rest = head[: token.start()], head[token.start() :]
-            opened = self._grammar.rule(f"opened_{place}[lazy]", f"{text} {quoted(head)}")
+            opened = self._grammar.rule(
+                f"opened_{place}[lazy]", f"{text} {self._written(head, spelled=True)}"
+            )
             arguments = self._arguments(place)
-            calls.append(f"{opened} {self._grammar.literal(rest)} {arguments}")
+            calls.append(f"{opened} {self._written(rest)} {arguments}")
         return self._grammar.rule("first_call", " | ".join(calls))
 
     def _head(self, begin: str, tool: Tool) -> str:

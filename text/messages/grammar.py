@@ -123,6 +123,7 @@ class _Message:
         self._form = form
         self._rules = Grammar(special_tokens)
         self._literal = self._rules.literal
+        self._opening = opening
         self._answer_open = "" if form.answer_open in opening else form.answer_open
 
     def grammar(self, parts: Sequence[str]) -> str:
@@ -187,7 +188,7 @@ class _Message:
         if kind == "answer":
             assert answer is not None
             return self._answer(answer)
-        calls = CallRules(self._rules, self._form, use)
+        calls = CallRules(self._rules, self._form, use, self._opening)
         if kind == "calls":
             return calls.calls()
         if kind == "text and calls":
@@ -220,7 +221,7 @@ class _Message:
         rest = f"<[^{self._rules.token_id(token[0])}]>*"
         begins = [self._answer_open]
         if use.usable and self._form.calls is not None:
-            begins.append(CallRules(self._rules, self._form, use).begin)
+            begins.append(CallRules(self._rules, self._form, use, self._opening).begin)
         # Other parts may begin with the same token.
         if not any(begin.startswith(token[0]) for begin in begins):
             return rest

@@ -15,19 +15,47 @@ import msgspec
 
 from .regions import CALLS, REASONING, region_template
 
+NUMBER, KIND = "{number}", "{kind}"
+"""What stands in a syntax for a call's number, and for the word for a value's type."""
+
+
+class ArgumentSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The syntax of an argument between tags: `before NAME middle VALUE after`.
+
+    Texts are written as they are, other values as JSON.
+
+    Attributes:
+        middle: With `{kind}` where a word for the value's type stands.
+        kinds: These words by JSON's types; "" for all other types.
+    """
+
+    before: str
+    middle: str
+    after: str
+    kinds: dict[str, str] = {}
+
 
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The syntax of calls: `open (before NAME middle ARGUMENTS after) (between …)* close`.
 
-    The arguments are JSON.
+    Attributes:
+        middle: With `{number}` where a number of the call stands.
+        arguments: The syntax of each argument; None if all together are a JSON object.
     """
 
     open: str = ""
     before: str
     middle: str
+    arguments: ArgumentSyntax | None = None
     after: str
     between: str = ""
     close: str = ""
+
+    def example(self, name: str = "name") -> str:
+        """Return a call without arguments."""
+        arguments = "{}" if self.arguments is None else ""
+        middle = self.middle.replace(NUMBER, "0")
+        return f"{self.before}{name}{middle}{arguments}{self.after}"
 
 
 class ReasoningSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

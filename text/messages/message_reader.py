@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from .message_format import MessageFormat
 from .regions import (
     CALLS,
     CONTENT,
+    MARKS,
     REASONING,
     UNOPENED,
     MessageRegions,
@@ -22,6 +23,7 @@ from .regions import (
     region_template,
 )
 from .tools import Tool
+from .typed import TEXT, TYPES, types_of, value_of
 
 # Errors of invalid JSON and templates.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -48,7 +50,8 @@ class ToolCall(NamedTuple):
 
     Attributes:
         place: Among the calls of the message.
-        id: The same whenever and wherever the message is read.
+        id: The model's own, if its format has ids; else the same whenever and wherever the message
+            is read.
         arguments: JSON.
     """
 
@@ -96,7 +99,12 @@ class MessageReader:
         self._seed = seed
         self._separates_reasoning = reading.separates_reasoning
         self._tools: list[Any] = [tool.as_templates_read() for tool in reading.tools]
-        self._names = {tool.name for tool in reading.tools}
+        self._schemas = {tool.name: tool.parameters for tool in reading.tools}
+        self._ids = set[str]()
+        # Marks around all calls, and whether a call that is none was the last before such a mark.
+        calls = form.calls
+        self._around = {calls.open.strip(), calls.close.strip()} if calls is not None else set()
+        self._after_calls = False
         # Whether some text was not white space.
         self._has_text = False
         self._template = region_template(form.response_template, with_calls=bool(reading.tools))
@@ -156,8 +164,13 @@ class MessageReader:
 
     def _read(self, piece: RegionPiece, cut_off: bool) -> Delta:
         if piece.field == CONTENT and piece.kind == "text":
-            self._has_text = self._has_text or not piece.own.isspace()
+            if not piece.own.isspace():
+                self._has_text, self._after_calls = True, False
             return Delta(content=piece.own)
+        if piece.field == MARKS and piece.text.strip() in self._around:
+            # Of a malformed call all marks are shown.
+            shown, self._after_calls = not self._after_calls, False
+            return Delta(content=piece.own if shown else "")
         if piece.field == UNOPENED and self._separates_reasoning:
             return Delta(content=self._space_of(piece))
         if piece.field in (*REASONING, UNOPENED):
@@ -176,7 +189,7 @@ class MessageReader:
             # A call in the prompt does not belong to the message.
             return Delta()
         calls = self._calls(cut_off=cut_off and piece.kind == "end")
-        self._has_text = self._has_text or not calls
+        self._has_text, self._after_calls = self._has_text or not calls, bool(calls)
         return Delta("", "" if calls else text, tuple(calls))
 
     def _space_of(self, piece: RegionPiece) -> str:
@@ -191,41 +204,66 @@ class MessageReader:
         try:
             if self._call[-1].kind == "end" and not self._template.ends_itself:
                 raise ValueError("it may lack its end")
-            self._template.check_all_is_read("".join(piece.text for piece in self._call[1:-1]))
+            body = "".join(piece.text for piece in self._call[1:-1])
+            self._template.check_all_is_read(body)
             assert self._template.calls is not None
-            message = parse_response(text, self._template.calls, prefix="", tools=self._tools)
-            functions = [
-                self._function(call) for call in _flat(self._template.calls_in(message[CALLS]))
-            ]
+            tools = None if self._template.has_texts else self._tools
+            message = parse_response(text, self._template.calls, prefix="", tools=tools)
+            texts = self._template.texts_in(body)
+            found = self._template.calls_in(message[CALLS])
+            functions = [self._function(call, texts) for call in _flat(found)]
             if not functions:
                 raise ValueError("there is none")
         except _MALFORMED:
             self.malformed += not cut_off
             self.as_text += 1
             return []
-        return [self._numbered(name, arguments) for name, arguments in functions]
+        return [self._numbered(*function) for function in functions]
 
-    def _function(self, call: dict[str, Any]) -> tuple[str, str]:
-        """Return a call's name and arguments. Raises one of `_MALFORMED`."""
+    def _function(self, call: dict[str, Any], texts: Mapping[str, bool]) -> tuple[str, str, str]:
+        """Return a call's name, arguments and id, if it has one. Raises one of `_MALFORMED`."""
         function = call.get("function", call)
         name = function["name"]
-        if name not in self._names:
+        if name not in self._schemas:
             raise ValueError("no tool has that name")
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise TypeError("the arguments are no object")
+        if self._template.has_texts:
+            arguments = _typed(arguments, self._schemas[name], texts)
         # In the form that models write, so that the history has the same tokens.
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # A lone surrogate is valid in JSON, and in no encoding.
         text.encode()
-        return name, text
+        given = call.get("id")
+        return name, text, given if isinstance(given, str) else ""
 
-    def _numbered(self, name: str, arguments: str) -> ToolCall:
-        call_id = xxh3_64_hexdigest(f"{self._seed}/{self.calls}".encode())
+    def _numbered(self, name: str, arguments: str, given: str) -> ToolCall:
+        if not given or given in self._ids:
+            given = f"call_{xxh3_64_hexdigest(f'{self._seed}/{self.calls}'.encode())}"
+        self._ids.add(given)
         self.calls += 1
-        return ToolCall(self.calls - 1, f"call_{call_id}", name, arguments)
+        return ToolCall(self.calls - 1, given, name, arguments)
+
+
+def _typed(
+    arguments: Mapping[str, Any], schema: Mapping[str, Any], texts: Mapping[str, bool]
+) -> dict[str, Any]:
+    """Return arguments that are written as texts, with the values of the schema's types."""
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    found = {}
+    for name, value in arguments.items():
+        is_text = texts.get(name)
+        # Of an unknown argument the model alone can say that it is no text.
+        unknown = TYPES if is_text is False else TEXT
+        types = types_of(known[name], schema) if name in known else unknown
+        values = value if isinstance(value, list) else [value]
+        read = [value_of(each, types, is_text=is_text) for each in values]
+        found[name] = read if isinstance(value, list) else read[0]
+    return found
 
 
 def _joined(before: Delta, after: Delta) -> Delta:

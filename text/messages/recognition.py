@@ -8,13 +8,14 @@ that of a model whose calls stay in its text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from ...config import RequestError
-from .message_format import MessageFormat
+from .message_format import KIND, NUMBER, ArgumentSyntax, CallSyntax, MessageFormat
 from .message_reader import Delta, MessageReader, Reading
 from .regions import CALLS, CONTENT, REASONING, MessageRegions, region_template
 from .tools import Tool
@@ -68,6 +69,7 @@ class _Fit(NamedTuple):
 
     Attributes:
         calls, reasoning: Whether it reads them.
+        exact: Whether its grammars write calls as the template does.
         rest: Less than 0 by the characters that it takes for content and that are none.
         whole: Whether the template shows all that it reads, so that nothing has to be left out.
         known: Whether the model is one of its models.
@@ -76,6 +78,7 @@ class _Fit(NamedTuple):
 
     calls: bool
     reasoning: bool
+    exact: bool
     rest: int
     whole: bool
     known: bool
@@ -92,7 +95,7 @@ def recognised(
         return None
     form, fit = max(fits, key=lambda each: each[1])
     if TOOL.name not in samples.calls:
-        shown = [each for each in fits if _shows_marks(each[0], chat_template)]
+        shown = [each for each in fits if _shows_calls(each[0], chat_template)]
         if shown:
             form, fit = max(shown, key=lambda each: (each[1].known, each[1].marks))
             fit = fit._replace(calls=True)
@@ -130,12 +133,13 @@ def _samples(render: Render) -> _Samples:
 
 
 def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type: str) -> _Fit:
-    reads_calls, rest = False, 0
+    reads_calls, exact, rest = False, False, 0
     if form.reads_calls and TOOL.name in samples.calls:
         found = _read(form, samples.calls)
         reads_calls = _are_the_calls(found)
         if reads_calls:
             rest += len(found.content)
+            exact = form.calls is not None and _writes(form.calls, samples.calls)
     reasons = False
     if form.reads_reasoning:
         if _THOUGHT in samples.reasoning:
@@ -143,18 +147,46 @@ def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type:
             reasons = found.reasoning.strip() == _THOUGHT and _ANSWER in found.content
             rest += len(found.content) if reasons else 0
         else:
+            shows = reads_calls or _shows_marks(form, chat_template)
             marker = form.reasoning_marker
-            reasons = _begins_reasoning(form, samples.prompt) or bool(
-                marker and marker in chat_template
+            reasons = _begins_reasoning(form, samples.prompt) or (
+                shows and marker != "" and marker in chat_template
             )
     whole = (reads_calls, reasons) == (form.reads_calls, form.reads_reasoning)
     marks = sum(mark in chat_template for mark in form.markers)
-    return _Fit(reads_calls, reasons, -rest, whole, model_type in form.model_types, marks)
+    return _Fit(reads_calls, reasons, exact, -rest, whole, model_type in form.model_types, marks)
+
+
+def _shows_calls(form: MessageFormat, chat_template: str) -> bool:
+    return (
+        form.reads_calls
+        and form.calls_marker in chat_template
+        and _shows_marks(form, chat_template)
+    )
 
 
 def _shows_marks(form: MessageFormat, chat_template: str) -> bool:
-    marks = (*form.markers, form.calls_marker)
-    return form.reads_calls and bool(form.markers) and all(mark in chat_template for mark in marks)
+    return bool(form.markers) and all(mark in chat_template for mark in form.markers)
+
+
+def _writes(calls: CallSyntax, text: str) -> bool:
+    """Return whether a call stands in a text as a syntax has it."""
+    values = (
+        json.dumps(_ARGUMENTS)
+        if calls.arguments is None
+        else "".join(
+            f"{calls.arguments.before}{name}{calls.arguments.middle}"
+            f"{value}{calls.arguments.after}".replace(KIND, _kind(calls.arguments, value))
+            for name, value in _ARGUMENTS.items()
+        )
+    )
+    call = f"{calls.before}{TOOL.name}{calls.middle}{values}{calls.after}"
+    return re.search(re.escape(call).replace(re.escape(NUMBER), "[0-9]+"), text) is not None
+
+
+def _kind(arguments: ArgumentSyntax, value: object) -> str:
+    kinds = arguments.kinds
+    return kinds.get("string" if isinstance(value, str) else "integer", kinds.get("", ""))
 
 
 def _read(form: MessageFormat, text: str) -> Delta:

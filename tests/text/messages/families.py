@@ -19,6 +19,8 @@ from nano_inference.text.messages import (
 )
 from nano_inference.text.messages.message_format import known_formats
 
+from .tagged_families import TAGGED
+
 TOOLS = (
     Tool(
         name="get_weather",
@@ -49,7 +51,9 @@ class Family(NamedTuple):
         reasoning: What stands before and after the reasoning; empty where there is none.
         call, between: A call with {name} and {arguments}, and what stands between two.
         open, close: What stands around all calls.
+        answer, answered: What stands before a text, and between it and calls.
         is_json: Whether arguments are written as JSON.
+        argument: An argument with {key} and {value} between tags, and {type} or {is_text}.
     """
 
     format: str
@@ -62,7 +66,9 @@ class Family(NamedTuple):
     close: str = ""
     reasoning: tuple[str, str] = ("", "")
     answer: str = ""
+    answered: str = "\n\n"
     is_json: bool = True
+    argument: str = ""
 
     def written(self, calls: Iterable[tuple[str, Arguments]]) -> str:
         """The calls as a model writes them."""
@@ -93,17 +99,23 @@ class Family(NamedTuple):
     def _arguments(self, arguments: Arguments) -> str:
         if self.is_json:
             return json.dumps(arguments, ensure_ascii=False)
-        if "<function=" in self.call:
-            return "".join(
-                f"<parameter={key}>\n{_in_xml(value)}\n</parameter>\n"
-                for key, value in arguments.items()
-            )
+        if self.argument:
+            return "".join(_tagged(self.argument, key, arguments[key]) for key in arguments)
         quote = "<escape>" if "<escape>" in self.chat_template else '<|"|>'
         return _unquoted(arguments, quote)
 
 
-def _in_xml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _tagged(argument: str, key: str, value: Any) -> str:
+    types = {str: "string", bool: "boolean", int: "number", list: "array", dict: "object"}
+    parts = {
+        "{key}": key,
+        "{type}": types[type(value)],
+        "{is_text}": json.dumps(isinstance(value, str)),
+        "{value}": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
+    }
+    for name, part in parts.items():
+        argument = argument.replace(name, part)
+    return argument
 
 
 def _unquoted(value: Any, quote: str) -> str:
@@ -157,6 +169,7 @@ _GPT_OSS = Family(
     between="<|start|>assistant",
     reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     answer="<|channel|>final<|message|>",
+    answered="<|end|><|start|>assistant",
 )
 
 FAMILIES = {
@@ -170,6 +183,7 @@ FAMILIES = {
         chat_template=_CHATML
         + "<tool_call>\n<function=name>\n<parameter=key>\n</parameter></tool_call>",
         call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        argument="<parameter={key}>\n{value}\n</parameter>\n",
         is_json=False,
     ),
     "Hermes": _QWEN._replace(format="hermes", model_type="llama"),
@@ -235,6 +249,7 @@ FAMILIES = {
     "gpt-oss with recipients of the role": _GPT_OSS._replace(
         call=" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
     ),
+    **{name: Family(**({"is_json": False} | given)) for name, given in TAGGED.items()},
 }
 
 

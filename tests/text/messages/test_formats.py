@@ -81,7 +81,7 @@ def test_the_reader_reads_all_that_a_grammar_writes(family: Family, form: Messag
         assert not family.is_json
         return
     syntax = form.calls
-    call = f"{syntax.before}get_weather{syntax.middle}{{}}{syntax.after}"
+    call = syntax.example("get_weather")
     text = syntax.open + call + syntax.between + call + syntax.close
     assert both(form, text) == Read("", "", [("get_weather", {})] * 2, 0)
     if form.reasoning is not None:
@@ -107,8 +107,7 @@ def test_a_name_of_128_characters(family: Family, form: MessageFormat) -> None:
 
 def test_text_before_calls(family: Family, form: MessageFormat) -> None:
     content = "I look it up."
-    between = "<|end|><|start|>assistant" if family.answer else "\n\n"
-    text = family.answer + content + between + family.written(CALLS)
+    text = family.answer + content + family.answered + family.written(CALLS)
     assert both(form, text) == Read("", content, CALLS, 0)
 
 
@@ -186,9 +185,9 @@ def test_calls_are_not_looked_for_in_reasoning() -> None:
 
 
 def test_marks_in_a_value_are_part_of_it(family: Family, form: MessageFormat) -> None:
-    behind = [each.call.split("{arguments}")[-1].strip() for each in FAMILIES.values()]
-    others = ["[TOOL_CALLS] ; {", '"', "\\", "</s>", "</parameter>", "<|eom_id|>", "</think>"]
-    for mark in {*behind, *others, family.close, family.between}:
+    behind = family.call.split("{arguments}")[-1].strip()
+    others = ["[TOOL_CALLS] ; {", '"', "\\", "</s>", "</tool_call>", "</parameter>", "</think>"]
+    for mark in {behind, *others, family.close, family.between}:
         for value in (mark, f"a{mark}b", f"a {mark} b {mark}{mark} c", f"a\n{mark}\nb"):
             calls = [("get_weather", {"city": value, "x": "1"}), ("get_weather", {"city": value})]
             assert both(form, family.written(calls)) == Read("", "", calls, 0)
@@ -244,8 +243,8 @@ def test_a_call_without_a_closing_mark_is_complete_with_its_json(
     for end in ("\n</tool_call>", "<tool_call|>", "<end_function_call>", "<|call|>"):
         written = written.removesuffix(end)
     found = both(form, written + mark)
-    # Of XML nobody can say whether there was more to come.
-    expected = Read("", written, [], 1) if family.format == "qwen-xml" else None
+    # Of arguments between tags nobody can say whether there were more to come.
+    expected = Read("", written, [], 1) if family.format == "glm" else None
     assert found == (expected or Read("", "", CALLS[:1], 0))
 
 

@@ -20,14 +20,19 @@ from .message_writer import FORMS, Message, writer_of
 NAMES = ("find", "find_all", "now", "a-b.c", "X")
 
 
-def random_tools(rng: random.Random) -> tuple[Tool, ...]:
+def random_tools(rng: random.Random, form: MessageFormat) -> tuple[Tool, ...]:
     """Tools of any arguments, all strict."""
     names = rng.sample(NAMES, rng.randint(1, 4))
-    return tuple(Tool(name=name, parameters=random_arguments(rng), strict=True) for name in names)
+    return tuple(
+        Tool(name=name, parameters=random_arguments(rng, form), strict=True) for name in names
+    )
 
 
-def random_arguments(rng: random.Random) -> dict[str, Any]:
-    names = rng.sample(("name", "x\\y", 'quo"te', "größe"), rng.randint(0, 3))
+def random_arguments(rng: random.Random, form: MessageFormat) -> dict[str, Any]:
+    # Between tags a name with their quotation mark can't be written.
+    tagged = form.calls.arguments is not None
+    quoted = "quo'te" if tagged else 'quo"te'
+    names = rng.sample(("name", "x\\y", quoted, "größe"), rng.randint(0, 3))
     return {
         "type": "object",
         "properties": {name: random_schema(rng, 2) for name in names},
@@ -36,8 +41,8 @@ def random_arguments(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def random_use(rng: random.Random) -> ToolUse:
-    tools, parallel = random_tools(rng), rng.random() < 0.6
+def random_use(rng: random.Random, form: MessageFormat) -> ToolUse:
+    tools, parallel = random_tools(rng, form), rng.random() < 0.6
     named = rng.choice(tools).name if rng.random() < 0.2 else ""
     choice: Literal["auto", "required"] = "required" if named else rng.choice(["auto", "required"])
     return ToolUse(tools=tools, choice=choice, named=named, parallel=parallel)
@@ -73,7 +78,7 @@ def test_complete_messages_are_read_as_requested(name: str, marked: bool, soak: 
     number = 500 if soak else 8
     for seed in range(number):
         rng = random.Random(seed)
-        use, opening = random_use(rng), ""
+        use, opening = random_use(rng, form), ""
         if form.reasoning is not None:
             begun = form.reasoning.open
             opening = rng.choice(["", begun, begun + form.reasoning.close])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -140,18 +140,19 @@ def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type:
         if reads_calls:
             rest += len(found.content)
             exact = form.calls is not None and _writes(form.calls, samples.calls)
-    reasons = False
-    if form.reads_reasoning:
-        if _THOUGHT in samples.reasoning:
-            found = _read(form, samples.reasoning)
-            reasons = found.reasoning.strip() == _THOUGHT and _ANSWER in found.content
-            rest += len(found.content) if reasons else 0
-        else:
-            shows = reads_calls or _shows_marks(form, chat_template)
-            marker = form.reasoning_marker
-            reasons = _begins_reasoning(form, samples.prompt) or (
-                shows and marker != "" and marker in chat_template
-            )
+    reasons, found = False, _read(form, samples.reasoning)
+    if not form.reads_reasoning:
+        pass
+    elif _THOUGHT in samples.reasoning:
+        reasons = found.reasoning.strip() == _THOUGHT and _ANSWER in found.content
+    else:
+        shows = reads_calls or _shows_marks(form, chat_template)
+        marker = form.reasoning_marker
+        reasons = _begins_reasoning(form, samples.prompt) or (
+            shows and marker != "" and marker in chat_template
+        )
+    if _ANSWER in found.content:
+        rest += len(found.content.replace(_THOUGHT, ""))
     whole = (reads_calls, reasons) == (form.reads_calls, form.reads_reasoning)
     marks = sum(mark in chat_template for mark in form.markers)
     return _Fit(reads_calls, reasons, exact, -rest, whole, model_type in form.model_types, marks)
@@ -171,22 +172,25 @@ def _shows_marks(form: MessageFormat, chat_template: str) -> bool:
 
 def _writes(calls: CallSyntax, text: str) -> bool:
     """Return whether a call stands in a text as a syntax has it."""
-    values = (
-        json.dumps(_ARGUMENTS)
-        if calls.arguments is None
-        else "".join(
-            f"{calls.arguments.before}{name}{calls.arguments.middle}"
-            f"{value}{calls.arguments.after}".replace(KIND, _kind(calls.arguments, value))
-            for name, value in _ARGUMENTS.items()
-        )
-    )
-    call = f"{calls.before}{TOOL.name}{calls.middle}{values}{calls.after}"
+    call = f"{calls.before}{TOOL.name}{calls.middle}{_arguments(calls.arguments)}{calls.after}"
     return re.search(re.escape(call).replace(re.escape(NUMBER), "[0-9]+"), text) is not None
 
 
-def _kind(arguments: ArgumentSyntax, value: object) -> str:
-    kinds = arguments.kinds
-    return kinds.get("string" if isinstance(value, str) else "integer", kinds.get("", ""))
+def _arguments(syntax: ArgumentSyntax | Literal["python"] | None) -> str:
+    if syntax is None:
+        return json.dumps(_ARGUMENTS)
+    if syntax == "python":
+        return ", ".join(f"{name}={json.dumps(value)}" for name, value in _ARGUMENTS.items())
+    kinds = {name: _kind(syntax, value) for name, value in _ARGUMENTS.items()}
+    return "".join(
+        f"{syntax.before}{name}{syntax.middle.replace(KIND, kinds[name])}{value}{syntax.after}"
+        for name, value in _ARGUMENTS.items()
+    )
+
+
+def _kind(syntax: ArgumentSyntax, value: object) -> str:
+    kind = "string" if isinstance(value, str) else "integer"
+    return syntax.kinds.get(kind, syntax.kinds.get("", ""))
 
 
 def _read(form: MessageFormat, text: str) -> Delta:

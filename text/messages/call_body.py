@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from .own_bodies import STRING
+from .own_bodies import STRING, values_in_a_row
 
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
 _STRING = re.compile(STRING, re.DOTALL)
@@ -80,12 +81,22 @@ class JsonBody(CallBody):
 
     def _is_cut_in_string(self) -> bool:
         try:
-            json.loads("".join(self._pieces))
+            self._load("".join(self._pieces))
         except json.JSONDecodeError as error:
             return error.msg.startswith("Unterminated string")
         except (ValueError, RecursionError):
             pass
         return False
+
+    def _load(self, text: str) -> None:
+        json.loads(text)
+
+
+class RowBody(JsonBody):
+    """JSON values one after another."""
+
+    def _load(self, text: str) -> None:
+        values_in_a_row(text)
 
 
 class _SearchedBody(CallBody):
@@ -149,6 +160,13 @@ class TaggedBody(_SearchedBody):
         return begun is not None and begun.partial and begun["key"] is not None
 
 
+_OWN: Mapping[str, Callable[[], CallBody]] = {
+    "python": PythonBody,
+    "named": JsonBody,
+    "in a row": RowBody,
+}
+
+
 def new_body(content: str, args: dict[str, Any]) -> CallBody:
     """Return an empty body for one of Transformers' content parsers and its arguments."""
     if content == "xml-inline":
@@ -157,7 +175,7 @@ def new_body(content: str, args: dict[str, Any]) -> CallBody:
         delimiters = args.get("string_delims")
         return DelimitedBody(delimiters) if delimiters else JsonBody()
     if kind := args.get("as"):
-        return PythonBody() if kind == "python" else JsonBody()
+        return _OWN[kind]()
     return CallBody()
 
 

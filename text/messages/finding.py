@@ -141,7 +141,7 @@ def _check(form: MessageFormat) -> None:
 def _reads_calls_of(form: MessageFormat, calls: CallSyntax | None) -> bool:
     if calls is None:
         return False
-    return CALLS in _parsed(form, f"{calls.open}{calls.example()}{calls.close}")
+    return CALLS in _parsed(form, f"{calls.open}{calls.written()}{calls.close}")
 
 
 def _reads_reasoning_of(form: MessageFormat, reasoning: ReasoningSyntax | None) -> bool:

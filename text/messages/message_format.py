@@ -7,6 +7,8 @@ parts of a call as well.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from .regions import CALLS, REASONING, region_template
+from .typed import type_of
 
 NUMBER, KIND = "{number}", "{kind}"
 """What stands in a syntax for a call's number, and for the word for a value's type."""
@@ -34,6 +37,16 @@ class ArgumentSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     after: str
     kinds: dict[str, str] = {}
 
+    def word(self, kind: str) -> str:
+        """Return the word for one of JSON's types."""
+        return self.kinds.get(kind, self.kinds.get("", ""))
+
+    def written(self, name: str, value: Any) -> str:
+        """Return an argument in this syntax."""
+        middle = self.middle.replace(KIND, self.word(type_of(value)))
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return f"{self.before}{name}{middle}{text}{self.after}"
+
 
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The syntax of calls: `open (before NAME middle ARGUMENTS after) (between …)* close`.
@@ -52,11 +65,19 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     between: str = ""
     close: str = ""
 
-    def example(self, name: str = "name") -> str:
-        """Return a call without arguments."""
-        arguments = "{}" if self.arguments is None else ""
-        middle = self.middle.replace(NUMBER, "0")
-        return f"{self.before}{name}{middle}{arguments}{self.after}"
+    def written(
+        self, name: str = "name", arguments: Mapping[str, Any] | None = None, number: int = 0
+    ) -> str:
+        """Return a call in this syntax."""
+        given = arguments or {}
+        if self.arguments is None:
+            body = json.dumps(given, ensure_ascii=False)
+        elif self.arguments == "python":
+            body = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        else:
+            body = "".join(self.arguments.written(key, value) for key, value in given.items())
+        middle = self.middle.replace(NUMBER, str(number))
+        return f"{self.before}{name}{middle}{body}{self.after}"
 
 
 class ReasoningSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Call = dict[str, Any]
@@ -141,13 +141,14 @@ def _named(body: str) -> Iterator[Call]:
         yield {"name": name, "arguments": arguments}
 
 
-def _in_a_row(body: str) -> Iterator[Call]:
-    """JSON objects one after another."""
-    decoder, at, body = json.JSONDecoder(), 0, body.strip()
-    while at < len(body):
-        call, at = decoder.raw_decode(body, at)
-        at += len(body[at:]) - len(body[at:].lstrip())
-        yield call
+def values_in_a_row(text: str) -> list[Any]:
+    """Return JSON values that stand one after another. Raises ValueError."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while text[at:].strip():
+        at += len(text[at:]) - len(text[at:].lstrip())
+        value, at = decoder.raw_decode(text, at)
+        found.append(value)
+    return found
 
 
 def _unique(pairs: Any) -> dict[str, Any]:
@@ -158,9 +159,9 @@ def _unique(pairs: Any) -> dict[str, Any]:
     return found
 
 
-PARSERS: Mapping[str, Callable[[str], Iterator[Call]]] = {
+PARSERS: Mapping[str, Callable[[str], Iterable[Call]]] = {
     "python": _python,
     "named": _named,
-    "in a row": _in_a_row,
+    "in a row": values_in_a_row,
 }
 """The parsers, by their names in `content_args`."""

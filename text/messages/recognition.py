@@ -8,14 +8,13 @@ that of a model whose calls stay in its text.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from ...config import RequestError
-from .message_format import KIND, NUMBER, ArgumentSyntax, CallSyntax, MessageFormat
+from .message_format import MessageFormat
 from .message_reader import Delta, MessageReader, Reading
 from .regions import CALLS, CONTENT, REASONING, MessageRegions, region_template
 from .tools import Tool
@@ -69,7 +68,7 @@ class _Fit(NamedTuple):
 
     Attributes:
         calls, reasoning: Whether it reads them.
-        exact: Whether its grammars write calls as the template does.
+        alike: Whether a grammar would write a call as the template does.
         rest: Less than 0 by the characters that it takes for content and that are none.
         whole: Whether the template shows all that it reads, so that nothing has to be left out.
         known: Whether the model is one of its models.
@@ -78,7 +77,7 @@ class _Fit(NamedTuple):
 
     calls: bool
     reasoning: bool
-    exact: bool
+    alike: bool
     rest: int
     whole: bool
     known: bool
@@ -133,13 +132,16 @@ def _samples(render: Render) -> _Samples:
 
 
 def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type: str) -> _Fit:
-    reads_calls, exact, rest = False, False, 0
+    reads_calls, alike, rest = False, False, 0
     if form.reads_calls and TOOL.name in samples.calls:
         found = _read(form, samples.calls)
         reads_calls = _are_the_calls(found)
         if reads_calls:
             rest += len(found.content)
-            exact = form.calls is not None and _writes(form.calls, samples.calls)
+            alike = form.calls is not None and any(
+                form.calls.written(TOOL.name, _ARGUMENTS, number).strip() in samples.calls
+                for number in (0, 1)
+            )
     reasons, found = False, _read(form, samples.reasoning)
     if not form.reads_reasoning:
         pass
@@ -155,7 +157,7 @@ def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type:
         rest += len(found.content.replace(_THOUGHT, ""))
     whole = (reads_calls, reasons) == (form.reads_calls, form.reads_reasoning)
     marks = sum(mark in chat_template for mark in form.markers)
-    return _Fit(reads_calls, reasons, exact, -rest, whole, model_type in form.model_types, marks)
+    return _Fit(reads_calls, reasons, alike, -rest, whole, model_type in form.model_types, marks)
 
 
 def _shows_calls(form: MessageFormat, chat_template: str) -> bool:
@@ -168,29 +170,6 @@ def _shows_calls(form: MessageFormat, chat_template: str) -> bool:
 
 def _shows_marks(form: MessageFormat, chat_template: str) -> bool:
     return bool(form.markers) and all(mark in chat_template for mark in form.markers)
-
-
-def _writes(calls: CallSyntax, text: str) -> bool:
-    """Return whether a call stands in a text as a syntax has it."""
-    call = f"{calls.before}{TOOL.name}{calls.middle}{_arguments(calls.arguments)}{calls.after}"
-    return re.search(re.escape(call).replace(re.escape(NUMBER), "[0-9]+"), text) is not None
-
-
-def _arguments(syntax: ArgumentSyntax | Literal["python"] | None) -> str:
-    if syntax is None:
-        return json.dumps(_ARGUMENTS)
-    if syntax == "python":
-        return ", ".join(f"{name}={json.dumps(value)}" for name, value in _ARGUMENTS.items())
-    kinds = {name: _kind(syntax, value) for name, value in _ARGUMENTS.items()}
-    return "".join(
-        f"{syntax.before}{name}{syntax.middle.replace(KIND, kinds[name])}{value}{syntax.after}"
-        for name, value in _ARGUMENTS.items()
-    )
-
-
-def _kind(syntax: ArgumentSyntax, value: object) -> str:
-    kind = "string" if isinstance(value, str) else "integer"
-    return syntax.kinds.get(kind, syntax.kinds.get("", ""))
 
 
 def _read(form: MessageFormat, text: str) -> Delta:

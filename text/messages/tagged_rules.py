@@ -133,23 +133,19 @@ class TaggedArguments:
         return f"({self._grammar.literal(self._syntax.before + name)} {value})"
 
     def _check_name(self, name: str) -> None:
-        syntax = self._syntax
-        middle = syntax.middle.replace(KIND, syntax.kinds.get("string", ""))
-        if self._template.names_in(f"{syntax.before}{name}{middle}{syntax.after}") != [name]:
+        if self._template.names_in(self._syntax.written(name, "")) != [name]:
             raise self._unsupported(f"an argument called {name!r}")
 
     def _middle(self, types: frozenset[str]) -> str:
         """Return what stands between an argument's name and a value of one of some types."""
-        return self._grammar.literal(self._syntax.middle.replace(KIND, self._word(min(types))))
-
-    def _word(self, kind: str) -> str:
-        kinds = self._syntax.kinds
-        return kinds.get(kind, kinds.get("", ""))
+        return self._grammar.literal(
+            self._syntax.middle.replace(KIND, self._syntax.word(min(types)))
+        )
 
     def _groups(self, types: frozenset[str]) -> Iterator[frozenset[str]]:
         """Yield the types that have the same word."""
-        for word in sorted({self._word(kind) for kind in types}):
-            yield frozenset(kind for kind in types if self._word(kind) == word)
+        for word in sorted({self._syntax.word(kind) for kind in types}):
+            yield frozenset(kind for kind in types if self._syntax.word(kind) == word)
 
     def _json(self, schema: Any, types: frozenset[str], group: frozenset[str]) -> str:
         found = dict(schema) if isinstance(schema, Mapping) else {}

@@ -109,10 +109,11 @@ def _refused(word: str) -> None:
 
 
 def _of_values(values: list[Any]) -> frozenset[str]:
-    return frozenset(map(_of_value, values))
+    return frozenset(map(type_of, values))
 
 
-def _of_value(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Return the name of a value's type; a whole number is an integer."""
     if value is None:
         return "null"
     if isinstance(value, bool):

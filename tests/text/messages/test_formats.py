@@ -81,7 +81,7 @@ def test_the_reader_reads_all_that_a_grammar_writes(family: Family, form: Messag
         assert not family.is_json
         return
     syntax = form.calls
-    call = syntax.example("get_weather")
+    call = syntax.written("get_weather")
     text = syntax.open + call + syntax.between + call + syntax.close
     assert both(form, text) == Read("", "", [("get_weather", {})] * 2, 0)
     if form.reasoning is not None:
@@ -239,7 +239,7 @@ def test_a_call_without_a_closing_mark_is_complete_with_its_json(
     family: Family, form: MessageFormat
 ) -> None:
     written = Family(**family._asdict() | {"close": ""}).written(CALLS[:1])
-    mark = {"[TOOL_CALLS] [": "]"}.get(family.open, "")
+    mark = family.close[: family.close.find("]") + 1]
     for end in ("\n</tool_call>", "<tool_call|>", "<end_function_call>", "<|call|>"):
         written = written.removesuffix(end)
     found = both(form, written + mark)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from .own_bodies import STRING, values_in_a_row
+
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
+_STRING = re.compile(STRING, re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 _MOST_LOOKS = 64
@@ -77,12 +81,22 @@ class JsonBody(CallBody):
 
     def _is_cut_in_string(self) -> bool:
         try:
-            json.loads("".join(self._pieces))
+            self._load("".join(self._pieces))
         except json.JSONDecodeError as error:
             return error.msg.startswith("Unterminated string")
         except (ValueError, RecursionError):
             pass
         return False
+
+    def _load(self, text: str) -> None:
+        json.loads(text)
+
+
+class RowBody(JsonBody):
+    """JSON values one after another."""
+
+    def _load(self, text: str) -> None:
+        values_in_a_row(text)
 
 
 class _SearchedBody(CallBody):
@@ -120,6 +134,14 @@ class DelimitedBody(_SearchedBody):
         return any(begin in text.sub("", self._rest) for begin, text in self._delimiters)
 
 
+class PythonBody(_SearchedBody):
+    """Calls as in Python."""
+
+    def _is_open(self) -> bool:
+        self._rest = _STRING.sub("", self._rest)
+        return '"' in self._rest or "'" in self._rest
+
+
 class TaggedBody(_SearchedBody):
     """Values between tags, such as XML's."""
 
@@ -138,6 +160,13 @@ class TaggedBody(_SearchedBody):
         return begun is not None and begun.partial and begun["key"] is not None
 
 
+_OWN: Mapping[str, Callable[[], CallBody]] = {
+    "python": PythonBody,
+    "named": JsonBody,
+    "in a row": RowBody,
+}
+
+
 def new_body(content: str, args: dict[str, Any]) -> CallBody:
     """Return an empty body for one of Transformers' content parsers and its arguments."""
     if content == "xml-inline":
@@ -145,6 +174,8 @@ def new_body(content: str, args: dict[str, Any]) -> CallBody:
     if content == "json":
         delimiters = args.get("string_delims")
         return DelimitedBody(delimiters) if delimiters else JsonBody()
+    if kind := args.get("as"):
+        return _OWN[kind]()
     return CallBody()
 
 

@@ -14,6 +14,7 @@ from ...config import Constraint, RequestError
 from ..schemas import may_have, moved
 from .lark import ANY_OBJECT, Grammar, is_regex, json_of, quoted, schema_of
 from .message_format import NUMBER, MessageFormat
+from .python_rules import PythonArguments
 from .tagged_rules import TaggedArguments
 from .tools import Tool, ToolUse
 
@@ -55,8 +56,7 @@ class CallRules:
             )
         self._several = use.parallel and not use.named
         self._known_arguments: dict[int, str] = {}
-        tagged = form.calls.arguments
-        self._tagged = None if tagged is None else TaggedArguments(grammar, form, tagged)
+        self._tagged = _arguments_rules(grammar, form)
         opened = form.answer_open
         begin = form.calls.open.removeprefix(opened if opened and opened in opening else "")
         self.begin = (begin + form.calls.before).lstrip()
@@ -218,6 +218,16 @@ class CallRules:
         close = template.fields["tool_calls"].close_re
         syntax = self._syntax
         return close is not None and close.search(f"{{}}{syntax.after}{syntax.close}") is not None
+
+
+def _arguments_rules(
+    grammar: Grammar, form: MessageFormat
+) -> TaggedArguments | PythonArguments | None:
+    """Return the rules of arguments that are not a JSON object."""
+    syntax = form.calls.arguments if form.calls is not None else None
+    if syntax == "python":
+        return PythonArguments(grammar, form)
+    return None if syntax is None else TaggedArguments(grammar, form, syntax)
 
 
 def _arguments_of(tool: Tool, use: ToolUse) -> Mapping[str, Any]:

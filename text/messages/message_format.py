@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,13 +53,14 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         middle: With `{number}` where a number of the call stands.
-        arguments: The syntax of each argument; None if all together are a JSON object.
+        arguments: The syntax of each argument; "python" for `name=value, …`; None if all together
+            are a JSON object.
     """
 
     open: str = ""
     before: str
     middle: str
-    arguments: ArgumentSyntax | None = None
+    arguments: ArgumentSyntax | Literal["python"] | None = None
     after: str
     between: str = ""
     close: str = ""
@@ -71,6 +72,8 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         given = arguments or {}
         if self.arguments is None:
             body = json.dumps(given, ensure_ascii=False)
+        elif self.arguments == "python":
+            body = ", ".join(f"{key}={value!r}" for key, value in given.items())
         else:
             body = "".join(self.arguments.written(key, value) for key, value in given.items())
         middle = self.middle.replace(NUMBER, str(number))
@@ -93,11 +96,14 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The message format of a family of models.
 
     Attributes:
+        models: The models that write so, for the docs.
         model_types: Transformers' names of the architectures of the family; they decide between
-            several formats that fit a chat template.
-        markers: Texts that all stand in the chat templates of the family.
-        calls_marker: A text in the templates of models that call tools; "" if all do.
-        reasoning_marker: A text in the templates of models that reason; "" if all do.
+            several formats that read what a chat template writes.
+        markers: Texts that all stand in chat templates of the family; without any, such a template
+            has to write calls for the format to be recognised.
+        calls_marker: One more in the templates of models that call tools.
+        reasoning_marker: A text in the templates of models that reason, of which some drop the
+            reasoning of the history.
         response_template: As Transformers has it. Its fields are called `content`, `tool_calls` and
             `reasoning_content` (or `reasoning`, or `thinking`); what others take apart is content.
         calls: None if the syntax of calls is unknown, so that they can't be enforced.
@@ -106,6 +112,7 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     name: str
+    models: str = ""
     model_types: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     calls_marker: str = ""

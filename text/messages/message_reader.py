@@ -255,7 +255,8 @@ class MessageReader:
             tools = None if self._template.has_texts else self._tools
             message = parse_response(text, self._template.calls, prefix="", tools=tools)
             texts = self._template.texts_in(body)
-            return [self._function(each, texts) for each in _flat(message[CALLS])]
+            found = self._template.calls_in(message[CALLS])
+            return [self._function(each, texts) for each in _flat(found)]
         except _MALFORMED:
             return []
 

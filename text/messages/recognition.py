@@ -68,18 +68,18 @@ class _Fit(NamedTuple):
 
     Attributes:
         calls, reasoning: Whether it reads them.
+        alike: Whether a grammar would write a call as the template does.
         rest: Less than 0 by the characters that it takes for content and that are none.
         whole: Whether the template shows all that it reads, so that nothing has to be left out.
-        alike: Whether a grammar would write a call as the template does.
         known: Whether the model is one of its models.
         marks: The number of marks of the format that stand in the template.
     """
 
     calls: bool
     reasoning: bool
+    alike: bool
     rest: int
     whole: bool
-    alike: bool
     known: bool
     marks: int
 
@@ -94,7 +94,7 @@ def recognised(
         return None
     form, fit = max(fits, key=lambda each: each[1])
     if TOOL.name not in samples.calls:
-        shown = [each for each in fits if _shows_marks(each[0], chat_template)]
+        shown = [each for each in fits if _shows_calls(each[0], chat_template)]
         if shown:
             form, fit = max(shown, key=lambda each: (each[1].known, each[1].marks))
             fit = fit._replace(calls=True)
@@ -132,35 +132,44 @@ def _samples(render: Render) -> _Samples:
 
 
 def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type: str) -> _Fit:
-    reads_calls, rest = False, 0
+    reads_calls, alike, rest = False, False, 0
     if form.reads_calls and TOOL.name in samples.calls:
         found = _read(form, samples.calls)
         reads_calls = _are_the_calls(found)
         if reads_calls:
             rest += len(found.content)
-    reasons = False
-    if form.reads_reasoning:
-        if _THOUGHT in samples.reasoning:
-            found = _read(form, samples.reasoning)
-            reasons = found.reasoning.strip() == _THOUGHT and _ANSWER in found.content
-            rest += len(found.content) if reasons else 0
-        else:
-            marker = form.reasoning_marker
-            reasons = _begins_reasoning(form, samples.prompt) or bool(
-                marker and marker in chat_template
+            alike = form.calls is not None and any(
+                form.calls.written(TOOL.name, _ARGUMENTS, number).strip() in samples.calls
+                for number in (0, 1)
             )
+    reasons, found = False, _read(form, samples.reasoning)
+    if not form.reads_reasoning:
+        pass
+    elif _THOUGHT in samples.reasoning:
+        reasons = found.reasoning.strip() == _THOUGHT and _ANSWER in found.content
+    else:
+        shows = reads_calls or _shows_marks(form, chat_template)
+        marker = form.reasoning_marker
+        reasons = _begins_reasoning(form, samples.prompt) or (
+            shows and marker != "" and marker in chat_template
+        )
+    if _ANSWER in found.content:
+        rest += len(found.content.replace(_THOUGHT, ""))
     whole = (reads_calls, reasons) == (form.reads_calls, form.reads_reasoning)
     marks = sum(mark in chat_template for mark in form.markers)
-    alike = form.calls is not None and any(
-        form.calls.written(TOOL.name, _ARGUMENTS, number).strip() in samples.calls
-        for number in (0, 1)
+    return _Fit(reads_calls, reasons, alike, -rest, whole, model_type in form.model_types, marks)
+
+
+def _shows_calls(form: MessageFormat, chat_template: str) -> bool:
+    return (
+        form.reads_calls
+        and form.calls_marker in chat_template
+        and _shows_marks(form, chat_template)
     )
-    return _Fit(reads_calls, reasons, -rest, whole, alike, model_type in form.model_types, marks)
 
 
 def _shows_marks(form: MessageFormat, chat_template: str) -> bool:
-    marks = (*form.markers, form.calls_marker)
-    return form.reads_calls and bool(form.markers) and all(mark in chat_template for mark in marks)
+    return bool(form.markers) and all(mark in chat_template for mark in form.markers)
 
 
 def _read(form: MessageFormat, text: str) -> Delta:

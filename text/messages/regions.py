@@ -18,6 +18,7 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 from .call_body import CallBody, check_all_is_read, names_in, new_body, texts_in
+from .own_bodies import parsed
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the reasoning in response templates."""
@@ -94,6 +95,11 @@ class RegionTemplate(NamedTuple):
         """Return the body of a call without text."""
         return new_body(self.content, self.content_args)
 
+    def calls_in(self, value: Any) -> Any:
+        """Return the calls in a body's value. Raises ValueError: it is not made of calls."""
+        kind = self.content_args.get("as")
+        return value if kind is None else [parsed(kind, each) for each in value]
+
     @property
     def has_texts(self) -> bool:
         """Whether the values in a call's body are texts, whatever their types."""
@@ -139,14 +145,14 @@ def _region_template(encoded: bytes, with_calls: bool) -> RegionTemplate:
     template = load_response_template(anchor | {"fields": fields})
     closes = template.fields[CALLS].close_re if CALLS in wanted else None
     made = calls.fields[CALLS] if calls is not None else None
-    content = "" if made is None else made.content
+    content, args = ("", {}) if made is None else (made.content, made.content_args)
     return RegionTemplate(
         template,
         calls,
         any(map(_looks_back, fields.values())),
-        content == "json" or closes is None or closes.fullmatch("") is not None,
+        content == "json" or "as" in args or closes is None or closes.fullmatch("") is not None,
         content,
-        {} if made is None else made.content_args,
+        args,
     )
 
 

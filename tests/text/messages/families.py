@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from nano_inference.config import RequestError
@@ -19,6 +20,7 @@ from nano_inference.text.messages import (
 )
 from nano_inference.text.messages.message_format import known_formats
 
+from .listed_families import LISTED
 from .tagged_families import TAGGED
 
 TOOLS = (
@@ -53,7 +55,8 @@ class Family(NamedTuple):
         open, close: What stands around all calls.
         answer, answered: What stands before a text, and between it and calls.
         is_json: Whether arguments are written as JSON.
-        argument: An argument with {key} and {value} between tags, and {type} or {is_text}.
+        argument: An argument with {key} and {value} between tags, and {type} or {is_text}; or
+            "python".
     """
 
     format: str
@@ -99,6 +102,8 @@ class Family(NamedTuple):
     def _arguments(self, arguments: Arguments) -> str:
         if self.is_json:
             return json.dumps(arguments, ensure_ascii=False)
+        if self.argument == "python":
+            return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         if self.argument:
             return "".join(_tagged(self.argument, key, arguments[key]) for key in arguments)
         quote = "<escape>" if "<escape>" in self.chat_template else '<|"|>'
@@ -250,6 +255,7 @@ FAMILIES = {
         call=" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
     ),
     **{name: Family(**({"is_json": False} | given)) for name, given in TAGGED.items()},
+    **{name: Family(**given) for name, given in LISTED.items()},
 }
 
 
@@ -258,6 +264,7 @@ def found_for(family: Family, model_type: str, own: Any = None) -> MessageFormat
     return find_format("auto", own, family.chat_template, model_type, family.rendered)
 
 
+@cache
 def format_of_family(family: Family) -> MessageFormat:
     """Return the format that is found for the family."""
     form = found_for(family, family.model_type)

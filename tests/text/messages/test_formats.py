@@ -239,7 +239,7 @@ def test_a_call_without_a_closing_mark_is_complete_with_its_json(
     family: Family, form: MessageFormat
 ) -> None:
     written = Family(**family._asdict() | {"close": ""}).written(CALLS[:1])
-    mark = {"[TOOL_CALLS] [": "]"}.get(family.open, "")
+    mark = family.close[: family.close.find("]") + 1]
     for end in ("\n</tool_call>", "<tool_call|>", "<end_function_call>", "<|call|>"):
         written = written.removesuffix(end)
     found = both(form, written + mark)

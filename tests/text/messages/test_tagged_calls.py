@@ -17,6 +17,7 @@ from nano_inference.text.messages import (
     ToolUse,
     constraint_of,
 )
+from nano_inference.text.messages.message_format import ArgumentSyntax
 from nano_inference.text.messages.typed import types_of, value_of
 
 from ...errors import raises
@@ -232,7 +233,10 @@ def written(form: MessageFormat, *calls: tuple[str, dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.calls.arguments])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, form in FORMS.items() if isinstance(form.calls.arguments, ArgumentSyntax)],
+)
 def test_arguments_between_tags_are_enforced(name: str, marked: bool) -> None:
     form, writer = FORMS[name], writer_of(name, marked=marked)
     use = ToolUse(tools=(ENFORCED, Tool(name="now")), choice="required")

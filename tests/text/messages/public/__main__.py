@@ -141,6 +141,9 @@ def about(template: str, writer: Writer) -> list[str]:
         except NanoInferenceError as error:
             row.append(f"({error.code})")
             continue
+        if turn.get("reasoning_content", "") not in text:
+            row.append("not written")
+            continue
         found = read(form, text, opening, (TOOL,), True)
         calls = tuple(
             (TOOL.name, _sorted(json.dumps(ARGUMENTS))) for _ in turn.get("tool_calls", ())

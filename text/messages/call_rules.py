@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from ...config import Constraint, RequestError
 from ..schemas import may_have, moved
 from .lark import ANY_OBJECT, Grammar, is_regex, json_of, quoted, schema_of
-from .message_format import NUMBER, MessageFormat
+from .message_format import NAME, NUMBER, MessageFormat
 from .python_rules import PythonArguments
 from .tagged_rules import TaggedArguments
 from .tools import Tool, ToolUse
@@ -59,7 +59,7 @@ class CallRules:
         self._tagged = _arguments_rules(grammar, form)
         opened = form.answer_open
         begin = form.calls.open.removeprefix(opened if opened and opened in opening else "")
-        self.begin = (begin + form.calls.before).lstrip()
+        self.begin = (begin + form.calls.before).lstrip("\n")
 
     def calls(self) -> str:
         """Return the rule of one call, or of several in a row."""
@@ -200,7 +200,8 @@ class CallRules:
         return self._grammar.rule("first_call", " | ".join(calls))
 
     def _head(self, begin: str, tool: Tool) -> str:
-        return f"{begin}{self._name(tool)}{self._syntax.middle}"
+        name = self._name(tool)
+        return f"{begin.replace(NAME, name)}{name}{self._syntax.middle}"
 
     def _followed(self, first: str, *, further: bool = True) -> str:
         """Return the rule of a call, and of others after it if there may be some."""

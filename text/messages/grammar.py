@@ -147,12 +147,13 @@ class _Message:
             rest += f" {self._rules.rule('SPACE', SPACE)}?"
         if state == "open":
             return [rest]
-        return [f"{self._rules.rule('reasoning', f'{self._literal(syntax.open.strip())} {rest}')}?"]
+        begin = self._literal(syntax.open.strip("\n"))
+        return [f"{self._rules.rule('reasoning', f'{begin} {rest}')}?"]
 
     def _rest_of_reasoning(self, syntax: ReasoningSyntax, budget: int | None) -> str:
         """Return the rule of reasoning after its opening mark, up to the closing mark with any
         white space before it."""
-        close = syntax.close.strip()
+        close = syntax.close.strip("\n")
         token = self._rules.first_token(close)
         if token is None:
             if budget is not None:
@@ -208,7 +209,7 @@ class _Message:
 
     def _text_and_calls(self, calls: CallRules) -> str:
         reasoning = self._form.reasoning
-        marks = [re.escape(reasoning.open.strip())] if reasoning is not None else []
+        marks = [re.escape(reasoning.open.strip("\n"))] if reasoning is not None else []
         text = self._rules.rule("TEXT", without(*calls.patterns(), *marks))
         if not self._answer_open:
             return calls.text_and_calls(text)
@@ -217,7 +218,7 @@ class _Message:
     def _anything(self, use: ToolUse) -> str:
         """Return the rule of any tokens, except those that begin more reasoning."""
         assert self._form.reasoning is not None
-        mark = self._form.reasoning.open.strip()
+        mark = self._form.reasoning.open.strip("\n")
         token = self._rules.first_token(mark)
         if token is None or token.start() != 0:
             raise self._no_token(mark)

@@ -18,8 +18,8 @@ import msgspec
 from .regions import CALLS, REASONING, region_template
 from .typed import type_of
 
-NUMBER, KIND = "{number}", "{kind}"
-"""What stands in a syntax for a call's number, and for the word for a value's type."""
+NAME, NUMBER, KIND = "{name}", "{number}", "{kind}"
+"""What stands in a syntax for a call's name, and number, and for the word for a value's type."""
 
 
 class ArgumentSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +52,8 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The syntax of calls: `open (before NAME middle ARGUMENTS after) (between …)* close`.
 
     Attributes:
-        middle: With `{number}` where a number of the call stands.
+        before: With `{name}` where the name stands once more.
+        before, middle: With `{number}` where a number of the call stands.
         arguments: The syntax of each argument; "python" for `name=value, …`; None if all together
             are a JSON object.
     """
@@ -76,8 +77,8 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             body = ", ".join(f"{key}={value!r}" for key, value in given.items())
         else:
             body = "".join(self.arguments.written(key, value) for key, value in given.items())
-        middle = self.middle.replace(NUMBER, str(number))
-        return f"{self.before}{name}{middle}{body}{self.after}"
+        head = f"{self.before.replace(NAME, name)}{name}{self.middle}"
+        return f"{head.replace(NUMBER, str(number))}{body}{self.after}"
 
 
 class ReasoningSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from ...config import Constraint, RequestError
 from .call_rules import CallRules, unsupported
-from .lark import SPACE, Grammar, answer_of, up_to, without
+from .lark import SPACE, Grammar, answer_of, quoted, up_to, without
 from .message_format import MessageFormat, ReasoningSyntax
 from .regions import CONTENT, REASONING, UNOPENED, MessageRegions, region_template
 from .tools import ToolUse
@@ -157,12 +157,15 @@ class _Message:
         if token is None:
             if budget is not None:
                 raise self._no_token(close)
-            return self._rules.rule("thought[lazy]", up_to(close))
+            if not syntax.ends:
+                return self._rules.rule("thought[lazy]", up_to(close))
+            text = self._rules.rule("THOUGHT", without(*map(re.escape, (close, *syntax.ends))))
+            return self._rules.rule("thought[lazy]", f"{text} {quoted(close)}")
         end = self._literal(close[token.start() :])
         if budget == 0:
             return end
         name = "THOUGHT" if budget is None else f"thought[max_tokens={budget}]"
-        return f"{self._rules.rule(name, without(re.escape(close)))} {end}"
+        return f"{self._rules.rule(name, without(*map(re.escape, (close, *syntax.ends))))} {end}"
 
     def _takes_space(self, close: str) -> bool:
         """Return whether white space after the reasoning belongs to the mark for the reader."""

@@ -81,10 +81,15 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ReasoningSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The marks before and after the reasoning."""
+    """The marks before and after the reasoning.
+
+    Attributes:
+        ends: Other texts that end it, as the reader has it; no grammar writes them in it.
+    """
 
     open: str
     close: str
+    ends: tuple[str, ...] = ()
 
 
 class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,11 +22,16 @@ from .regions import (
     RegionPiece,
     region_template,
 )
+from .thoughts import Thought
 from .tools import Tool
 from .typed import TEXT, TYPES, types_of, value_of
 
 # Errors of invalid JSON and templates.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+_MOST_ID_CHARS = 256
+"""Characters of a call's id that the model wrote."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +66,14 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
+class _Function(NamedTuple):
+    """A call as it is read: its arguments are JSON, and its id is "" if it has none."""
+
+    name: str
+    arguments: str
+    id: str
+
+
 class Delta(NamedTuple):
     """An addition to a message. Within one delta reasoning stands before text, and text before
     calls."""
@@ -79,8 +92,9 @@ class MessageReader:
     An invalid call is content, as the model wrote it, with its marks: without valid JSON, without
     the name of a tool in the prompt, with arguments that are no object, or with text that belongs
     to no argument. Of several calls between two marks all are valid, or none. A mark within a value
-    of a call is part of the value. A closing mark of reasoning is dropped where none is open, as
-    after a budget that closed it.
+    of a call is part of the value. Calls in reasoning are part of it, unless the message ends with
+    them and the reasoning is still open. A closing mark of reasoning is dropped where none is open,
+    as after a budget that closed it.
 
     Attributes:
         calls: The number of calls so far.
@@ -114,6 +128,11 @@ class MessageReader:
         for piece in self._regions.opening:
             if piece.field == CALLS:
                 self._call = [piece] if piece.kind == "open" else [*self._call, piece]
+        # The open reasoning, in which calls are looked for.
+        self._response_template = form.response_template
+        self._thought: Thought[_Function] | None = None
+        if self._regions.field in REASONING:
+            self._think()
         # Tokens whose text may be part of a mark.
         self._held_tokens = 0
         # Deltas after a call, in the same piece.
@@ -174,9 +193,7 @@ class MessageReader:
         if piece.field == UNOPENED and self._separates_reasoning:
             return Delta(content=self._space_of(piece))
         if piece.field in (*REASONING, UNOPENED):
-            if not self._separates_reasoning:
-                return Delta(content=piece.own)
-            return Delta(reasoning=piece.own if piece.kind == "text" else "")
+            return self._read_reasoning(piece, cut_off)
         if piece.field != CALLS:
             return Delta()
         if piece.kind == "open":
@@ -198,30 +215,53 @@ class MessageReader:
         space = piece.text[len(mark) :] if self._has_text else ""
         return space[-len(piece.own) :] if piece.own else ""
 
+    def _read_reasoning(self, piece: RegionPiece, cut_off: bool) -> Delta:
+        if piece.kind == "open" and piece.field != UNOPENED:
+            self._think()
+        text, calls, thought = piece.own, list[ToolCall](), self._thought
+        if thought is not None and piece.kind == "text":
+            text = thought.add(text)
+        elif thought is not None and piece.kind in ("close", "end"):
+            rest, found = thought.end(closed=cut_off or piece.kind == "close")
+            calls, self._thought = [self._numbered(*function) for function in found], None
+            if self._separates_reasoning:
+                return Delta(rest, "", tuple(calls))
+            text = rest + text
+        if not self._separates_reasoning:
+            return Delta("", text, tuple(calls))
+        return Delta(reasoning=text if piece.kind == "text" else "")
+
+    def _think(self) -> None:
+        if self._template.calls is not None:
+            self._thought = Thought(self._response_template, self._schemas, self._valid)
+
     def _calls(self, *, cut_off: bool) -> list[ToolCall]:
         """Return the calls of the closed region; none if it is malformed."""
-        text = "".join(piece.text for piece in self._call[:-1])
+        functions = self._valid(self._call)
+        self.malformed += not functions and not cut_off
+        self.as_text += not functions
+        return [self._numbered(*function) for function in functions]
+
+    def _valid(self, call: list[RegionPiece]) -> list[_Function]:
+        """Return the functions of a complete call, of several ones between its marks; none if one
+        of them is malformed."""
+        text = "".join(piece.text for piece in call[:-1])
         try:
-            if self._call[-1].kind == "end" and not self._template.ends_itself:
+            if call[-1].kind == "end" and not self._template.ends_itself:
                 raise ValueError("it may lack its end")
-            body = "".join(piece.text for piece in self._call[1:-1])
+            body = "".join(piece.text for piece in call[1:-1])
             self._template.check_all_is_read(body)
             assert self._template.calls is not None
             tools = None if self._template.has_texts else self._tools
             message = parse_response(text, self._template.calls, prefix="", tools=tools)
             texts = self._template.texts_in(body)
             found = self._template.calls_in(message[CALLS])
-            functions = [self._function(call, texts) for call in _flat(found)]
-            if not functions:
-                raise ValueError("there is none")
+            return [self._function(each, texts) for each in _flat(found)]
         except _MALFORMED:
-            self.malformed += not cut_off
-            self.as_text += 1
             return []
-        return [self._numbered(*function) for function in functions]
 
-    def _function(self, call: dict[str, Any], texts: Mapping[str, bool]) -> tuple[str, str, str]:
-        """Return a call's name, arguments and id, if it has one. Raises one of `_MALFORMED`."""
+    def _function(self, call: dict[str, Any], texts: Mapping[str, bool]) -> _Function:
+        """Raises one of `_MALFORMED`."""
         function = call.get("function", call)
         name = function["name"]
         if name not in self._schemas:
@@ -238,10 +278,10 @@ class MessageReader:
         # A lone surrogate is valid in JSON, and in no encoding.
         text.encode()
         given = call.get("id")
-        return name, text, given if isinstance(given, str) else ""
+        return _Function(name, text, given if isinstance(given, str) else "")
 
     def _numbered(self, name: str, arguments: str, given: str) -> ToolCall:
-        if not given or given in self._ids:
+        if not 0 < len(given) <= _MOST_ID_CHARS or given in self._ids:
             given = f"call_{xxh3_64_hexdigest(f'{self._seed}/{self.calls}'.encode())}"
         self._ids.add(given)
         self.calls += 1

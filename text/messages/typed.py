@@ -91,7 +91,7 @@ def _read(text: str) -> list[Any]:
     try:
         value = json.loads(text, parse_constant=_refused)
         return [value] if not isinstance(value, float) or math.isfinite(value) else []
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     word = text.strip()
     if word.lower() in _WORDS:
@@ -100,7 +100,7 @@ def _read(text: str) -> list[Any]:
         return []
     try:
         return [json.loads(json.dumps(ast.literal_eval(word)))]
-    except (ValueError, TypeError, SyntaxError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return []
 
 

@@ -111,10 +111,10 @@ class Family(NamedTuple):
 
 
 def _tagged(argument: str, key: str, value: Any) -> str:
-    types = {str: "string", bool: "boolean", int: "number", list: "array", dict: "object"}
+    types = {str: "string", bool: "boolean", list: "array", dict: "object"}
     parts = {
         "{key}": key,
-        "{type}": types[type(value)],
+        "{type}": types.get(type(value), "number"),
         "{is_text}": json.dumps(isinstance(value, str)),
         "{value}": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
     }

@@ -104,32 +104,45 @@ class CallRules:
         """Return the rule of `calls`, in rules that may stand beside those of an answer in JSON: a
         parser can distinguish them by the JSON's content alone."""
         syntax = self._syntax
-        calls = []
-        for place, tool in enumerate(self._tools):
-            # The format's text around name and arguments, as a schema.
-            written = f"{syntax.before}{self._name(tool)}{syntax.middle}null{syntax.after}"
-            try:
-                keys = json.loads(written)
-            except ValueError:
-                keys = None
-            if not isinstance(keys, dict) or syntax.open or syntax.close:
-                raise unsupported(self._form, "writes calls that can't be told from an answer")
-            at = next(key for key, value in keys.items() if value is None)
-            schema = {
-                "type": "object",
-                "properties": {
-                    key: {"const": value}
-                    if key != at
-                    else moved(_arguments_of(tool, self._use), f"#/properties/{at}")
-                    for key, value in keys.items()
-                },
-                "required": list(keys),
-                "additionalProperties": False,
-            }
-            calls.append(self._grammar.rule(f"bare_call_{place}", json_of(schema)))
-        one = self._grammar.rule("bare_call", " | ".join(calls))
+        listed = (syntax.open, syntax.close, syntax.between) == ("[", "]", ", ")
+        if not listed and (syntax.open or syntax.close):
+            raise unsupported(self._form, "writes calls that can't be told from an answer")
+        if listed:
+            calls = [
+                self._bare_call(tool, f"#/items/anyOf/{place}")
+                for place, tool in enumerate(self._tools)
+            ]
+            most = {} if self._several else {"maxItems": 1}
+            return json_of({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+        rules = [
+            self._grammar.rule(f"bare_call_{place}", json_of(self._bare_call(tool, "#")))
+            for place, tool in enumerate(self._tools)
+        ]
+        one = self._grammar.rule("bare_call", " | ".join(rules))
         between = self._grammar.literal(syntax.between)
         return f"{one} ({between} {one})*" if self._several else one
+
+    def _bare_call(self, tool: Tool, root: str) -> dict[str, Any]:
+        """Return the format's text around name and arguments as a schema, at a path in another."""
+        syntax = self._syntax
+        try:
+            keys = json.loads(f"{syntax.before}{self._name(tool)}{syntax.middle}null{syntax.after}")
+        except ValueError:
+            keys = None
+        if not isinstance(keys, dict):
+            raise unsupported(self._form, "writes calls that can't be told from an answer")
+        at = next(key for key, value in keys.items() if value is None)
+        return {
+            "type": "object",
+            "properties": {
+                key: {"const": value}
+                if key != at
+                else moved(_arguments_of(tool, self._use), f"{root}/properties/{at}")
+                for key, value in keys.items()
+            },
+            "required": list(keys),
+            "additionalProperties": False,
+        }
 
     def check_answer(self, answer: Constraint) -> None:
         """Check that no answer can be mistaken for a call, where calls are bare.

@@ -18,9 +18,12 @@ Call = dict[str, Any]
 STRING = r'"""(?:[^\\]|\\.)*?"""|\'\'\'(?:[^\\]|\\.)*?\'\'\'|"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\''
 """A string of Python, which may have line breaks: models write them."""
 
+NAME = r"[^\W\d][\w.-]*"
+"""A name of a function or an argument in Python's calls, more than Python has."""
+
 _TOKEN = re.compile(
     rf"(?P<string>{STRING})"
-    r"|(?P<name>[A-Za-z_][\w.-]*)(?P<behind>\s*[(=])?"
+    rf"|(?P<name>{NAME})(?P<behind>\s*[(=])?"
     r"|(?P<number>[\d.][\w.]*(?:[eE][+-]\d+)?)"
     r"|(?P<space>\s+)"
     r"|(?P<sign>[\[\]{}(),:+-])",

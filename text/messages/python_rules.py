@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from ...config import RequestError
 from ..schemas import ANNOTATIONS, moved
 from .lark import Grammar, json_of
 from .message_format import MessageFormat
+from .own_bodies import NAME
 from .typed import referred
 
 _KEPT = ANNOTATIONS | {
@@ -60,7 +62,7 @@ class PythonArguments:
         return first
 
     def _argument(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
-        if not name.replace("-", "_").replace(".", "_").isidentifier() or not name.isascii():
+        if re.fullmatch(NAME, name) is None:
             raise self._unsupported(f"an argument called {name!r}")
         found = dict(schema) if isinstance(schema, Mapping) else {}
         if "$ref" in json.dumps(found):

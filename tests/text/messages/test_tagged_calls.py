@@ -229,7 +229,7 @@ WRONG: list[dict[str, Any]] = [
 def written(form: MessageFormat, *calls: tuple[str, dict[str, Any]]) -> str:
     syntax = form.calls
     texts = (syntax.written(name, given, number) for number, (name, given) in enumerate(calls))
-    return (syntax.open + syntax.between.join(texts) + syntax.close).lstrip()
+    return (syntax.open + syntax.between.join(texts) + syntax.close).lstrip("\n")
 
 
 @pytest.mark.parametrize("marked", [True, False])

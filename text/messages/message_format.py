@@ -107,6 +107,8 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             reasoning of the history.
         response_template: As Transformers has it. Its fields are called `content`, `tool_calls` and
             `reasoning_content` (or `reasoning`, or `thinking`); what others take apart is content.
+        call_ids: The ids of calls in the history, with `{name}` and `{number}`, which counts all of
+            them; "" for ids of any form.
         calls: None if the syntax of calls is unknown, so that they can't be enforced.
         reasoning: None without reasoning.
         answer_open: The mark before the text of an answer.
@@ -119,6 +121,7 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     calls_marker: str = ""
     reasoning_marker: str = ""
     response_template: dict[str, Any]
+    call_ids: str = ""
     calls: CallSyntax | None = None
     reasoning: ReasoningSyntax | None = None
     answer_open: str = ""

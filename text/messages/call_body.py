@@ -164,6 +164,7 @@ _OWN: Mapping[str, Callable[[], CallBody]] = {
     "python": PythonBody,
     "named": JsonBody,
     "in a row": RowBody,
+    "elements": CallBody,
 }
 
 

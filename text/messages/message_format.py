@@ -145,7 +145,8 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         fields = self.response_template["fields"]
         if fields.get(CALLS, {}).get("content_args", {}).get("as") != ELEMENTS:
             return frozenset()
-        return frozenset(fields[CONTENT]["close"])
+        marks = fields.get(CONTENT, {}).get("close", ())
+        return frozenset([marks] if isinstance(marks, str) else marks)
 
 
 @cache

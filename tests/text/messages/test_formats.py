@@ -261,6 +261,11 @@ def test_gpt_oss_commentary_is_content() -> None:
     assert found == Read("", "I look.", CALLS[:1], 0)
 
 
+def test_gpt_oss_may_begin_its_header_anew() -> None:
+    text = "<|channel|>commentary to=assistant<|channel|>final<|message|>Yes."
+    assert both(named("gpt-oss"), text) == Read("", "Yes.", [], 0)
+
+
 def test_llama_may_call_it_arguments() -> None:
     text = '{"name": "get_weather", "arguments": {"city": "Bari"}}<|eot_id|>'
     assert both(named("llama"), text) == Read("", "", [("get_weather", {"city": "Bari"})], 0)

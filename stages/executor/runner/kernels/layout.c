@@ -4,6 +4,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef _OPENMP
+#define OVER_PANELS _Pragma("omp parallel for")
+#else
+#define OVER_PANELS
+#endif
+
 enum {
     PANEL = 64,  // outputs side by side
     STEP = 4,    // inputs of one output that stay together
@@ -22,7 +28,7 @@ static inline long least(long a, long b) { return a < b ? a : b; }
 void pack_codes(const uint8_t *codes, long outputs, long inputs, long padded, long bits,
                 uint32_t *packed) {
     const long steps = padded * bits / 32, count = CHUNK * bits / 32;
-#pragma omp parallel for
+    OVER_PANELS
     for (long first = 0; first < outputs; first += PANEL) {
         const long lanes = least(PANEL, outputs - first);
         uint32_t *to = packed + first * steps;
@@ -51,7 +57,7 @@ void unpack_codes(const uint32_t *packed, long outputs, long inputs, long padded
                   const float *values, float zero, const float *scales, const float *offsets,
                   long groups, long group, float *weights) {
     const long steps = padded * bits / 32, count = CHUNK * bits / 32;
-#pragma omp parallel for
+    OVER_PANELS
     for (long first = 0; first < outputs; first += PANEL) {
         const long lanes = least(PANEL, outputs - first);
         const uint32_t *from = packed + first * steps;

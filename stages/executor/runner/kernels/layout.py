@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .compile import LAYOUT, KernelsUnavailable
+from .compile import LAYOUT, LAYOUT_AVX2, KernelsUnavailable
 from .cpu import first_usable
 
 if TYPE_CHECKING:
     from ..linear.codes import Codes
 
-_SIGNATURES = {"pack_codes": "pllllp", "unpack_codes": "pllllpfppllp"}
+SIGNATURES = {"pack_codes": "pllllp", "unpack_codes": "pllllpfppllp"}
 
 
 @cache
 def layout_library() -> ctypes.CDLL | None:
     """Return the library; None if there is none on this machine."""
     try:
-        return first_usable([LAYOUT], _SIGNATURES)[1]
+        return first_usable([LAYOUT_AVX2, LAYOUT], SIGNATURES)[1]
     except KernelsUnavailable:
         return None
 

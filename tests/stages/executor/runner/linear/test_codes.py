@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.stages.executor.runner.kernels import layout
+from nano_inference.stages.executor.runner.kernels.compile import LAYOUT
+from nano_inference.stages.executor.runner.kernels.cpu import first_usable
 from nano_inference.stages.executor.runner.linear.codes import (
     PANEL,
     Codes,
@@ -56,16 +60,21 @@ def test_packed_codes_have_the_same_weights(name: str, shape: tuple[int, int]) -
         assert torch.equal(unpack(form, packed, PANEL), unpack_plain(form, plain)[PANEL:])
 
 
+def _anywhere() -> ctypes.CDLL:
+    return first_usable([LAYOUT], layout.SIGNATURES)[1]
+
+
+@pytest.mark.parametrize("library", [_anywhere, lambda: None], ids=["any processor", "torch"])
 @pytest.mark.parametrize("name", FORMS)
-def test_without_a_compiler_codes_have_the_same_layout(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_codes_have_the_same_layout_on_all_machines(
+    name: str, library: Callable[[], ctypes.CDLL | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: Any = FORMS[name]
     form = Codes(70, 200, **settings)
     plain = random_codes(form)
     assert layout.layout_library() is not None, "this machine is to compare both"
     packed = pack_plain(form, plain)
-    monkeypatch.setattr(layout, "layout_library", lambda: None)
+    monkeypatch.setattr(layout, "layout_library", library)
     for key, tensor in pack_plain(form, plain).items():
         assert torch.equal(tensor, packed[key])
     assert torch.equal(unpack(form, packed), unpack_plain(form, plain))

@@ -31,18 +31,20 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Budget = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 """Tokens of reasoning."""
 Prompts = str | list[str | Int64 | list[Int64]]
-CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
-"""Neutral: prefixes are cached without them."""
-
-_NEUTRAL = frozenset(
-    {
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "spaces_between_special_tokens",
-        "user",
-    }
+CACHE_MARKS = dict.fromkeys(
+    ("cache_control", "prompt_cache_breakpoint"), "prefixes are found without it"
 )
+
+_TENANT = "the key, or without keys the header `X-Tenant`, identifies the tenant"
+_NEUTRAL = {
+    "prompt_cache_key": "prefixes are found without it",
+    "prompt_cache_retention": "the cache decides",
+    "safety_identifier": _TENANT,
+    "spaces_between_special_tokens": "only for slow tokenizers",
+    "user": _TENANT,
+}
+_ANSWERED = "an addition of a client's library to an answer that it sends back"
+_ONE_RESOLUTION = "a model has one resolution"
 _REFUSED = REFUSED | {
     "include_stop_str_in_output": RefusedField("the text ends before it"),
     "service_tier": RefusedField("there is one; `priority` says more", (*EMPTY, "auto", "default")),
@@ -70,16 +72,20 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class TextPart(msgspec.Struct, frozen=True):
     """A part of a text, as clients write it, or hand back what a server has answered."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"annotations", "id", "index", "logprobs"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(
+        ("annotations", "id", "index", "logprobs"), _ANSWERED
+    )
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """An image's URL. A model has one resolution, so that `detail` changes nothing."""
+    """An image's URL."""
 
-    NEUTRAL: ClassVar = frozenset({"detail"})
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = {"detail": _ONE_RESOLUTION}
 
     url: str
 
@@ -87,7 +93,8 @@ class ImageUrl(msgspec.Struct, frozen=True):
 class ImageUrlPart(msgspec.Struct, frozen=True):
     """An image in a message of a chat, or of a response (`input_image`)."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"detail"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | {"detail": _ONE_RESOLUTION}
     REFUSED: ClassVar = {"file_id": RefusedField("no files are kept; give an image_url")}
 
     type: Literal["image_url", "input_image"]
@@ -100,6 +107,8 @@ class ImageUrlPart(msgspec.Struct, frozen=True):
 
 class RefusalPart(msgspec.Struct, frozen=True):
     """A part of a message that was refused."""
+
+    OPEN: ClassVar = True
 
     type: Literal["refusal"]
     refusal: str
@@ -140,7 +149,7 @@ class TextBody(StreamedBody, frozen=True, kw_only=True):
     """The fields that completions and chats have."""
 
     SAMPLING: ClassVar = TEXT_SAMPLING
-    NEUTRAL: ClassVar = _NEUTRAL | {"metadata"}
+    NEUTRAL: ClassVar = _NEUTRAL | {"metadata": "nothing is stored"}
 
     n: Int64 = 1
     prompt_logprobs: Int64 | None = None
@@ -242,7 +251,10 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     """`/v1/responses`."""
 
     SAMPLING: ClassVar = TEXT_SAMPLING
-    NEUTRAL: ClassVar = _NEUTRAL | {"max_tool_calls", "prompt_cache_options"}
+    NEUTRAL: ClassVar = _NEUTRAL | {
+        "max_tool_calls": "only for built-in tools, which don't exist here",
+        "prompt_cache_options": "the cache decides",
+    }
     REFUSED: ClassVar = _REFUSED | {
         "background_options": RefusedField("there is one speed; `priority` says more"),
         "context_management": RefusedField("prompts are taken whole"),
@@ -280,7 +292,8 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A function's name with its arguments: an object, or its JSON."""
 
-    NEUTRAL: ClassVar = frozenset({"parsed_arguments"})
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = {"parsed_arguments": _ANSWERED}
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -289,7 +302,8 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call, as clients' libraries hand it back."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"extra_content", "index"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(("extra_content", "index"), _ANSWERED)
 
     function: CalledFunction
     id: str | None = None
@@ -299,8 +313,12 @@ class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
 class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A message of a chat."""
 
-    # `parsed` is an addition of OpenAI's library to our messages.
-    NEUTRAL: ClassVar = CACHE_MARKS | {"parsed"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | {"parsed": _ANSWERED}
+    REFUSED: ClassVar = {
+        "audio": RefusedField("no sounds are kept; send the text that was spoken"),
+        "function_call": RefusedField("it is of the old form; give `tool_calls`"),
+    }
 
     role: Role
     content: str | list[dict[str, Any]] | None = None
@@ -339,7 +357,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingCommon(RequestBody, frozen=True, kw_only=True):
     """The fields of all calls that embed."""
 
-    NEUTRAL: ClassVar = frozenset({"user"})
+    NEUTRAL: ClassVar = {"user": _TENANT}
     REFUSED: ClassVar = {
         "add_special_tokens": RefusedField("they are added", (True,)),
         "truncate_prompt_tokens": REFUSED["truncate_prompt_tokens"],
@@ -366,6 +384,9 @@ class ScoreBody(EmbeddingCommon, frozen=True, kw_only=True):
 
 class Document(msgspec.Struct, frozen=True):
     """A text in an object."""
+
+    OPEN: ClassVar = True
+    REFUSED: ClassVar = {"image": RefusedField("texts alone are compared")}
 
     text: str
 

@@ -158,6 +158,7 @@ _CHOICE = "tool_choice"
 class Function(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = CACHE_MARKS
 
     name: str
@@ -169,6 +170,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 class NestedTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool of a chat."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = CACHE_MARKS
 
     type: Literal["function"]
@@ -189,7 +191,9 @@ class FlatTool(Function, frozen=True, kw_only=True):
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A function in a choice, by its name. Its parameters stand in the call's tools."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"description", "parameters", "strict"}
+    NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(
+        ("description", "parameters", "strict"), "those in `tools` count"
+    )
 
     name: str
 

@@ -32,7 +32,9 @@ _PROBE = (0,)
 class AbortBody(msgspec.Struct, frozen=True):
     """AbortReq."""
 
-    NEUTRAL: ClassVar = frozenset({"finished_reason", "abort_message"})
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("finished_reason", "abort_message"), "the answer has a reason and a text of its own"
+    )
 
     rid: str = ""
     abort_all: bool = False

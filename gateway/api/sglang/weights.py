@@ -22,11 +22,14 @@ from ...serving.services import Services
 from .requests import read_sglang_object
 from .sync import WeightSync
 
-# The engine itself frees memory and records graphs. Cached prefixes of other weights are never
-# used, flushed or not.
-_NEUTRAL = frozenset(
-    {"flush_cache", "torch_empty_cache", "recapture_cuda_graph", "keep_pause", "token_step"}
-)
+_BY_ITSELF = "the engine itself frees memory and records graphs"
+_NEUTRAL = {
+    "flush_cache": "cached prefixes of other weights are never used, flushed or not",
+    "torch_empty_cache": _BY_ITSELF,
+    "recapture_cuda_graph": _BY_ITSELF,
+    "keep_pause": "a pause lasts until generation is continued",
+    "token_step": "`weight_version` is the label",
+}
 _SELECTORS = ("all", "target")
 
 _UNPACKED_AT_ONCE = 1
@@ -139,8 +142,9 @@ class UnloadLoraBody(msgspec.Struct, frozen=True):
 class LoadLoraBody(UnloadLoraBody, frozen=True):
     """LoadLoRAAdapterReqInput."""
 
-    # The engine has no pool of adapters beside the loaded ones.
-    NEUTRAL: ClassVar = frozenset({"pinned", "added_tokens_config"})
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("pinned", "added_tokens_config"), "there is no pool of adapters beside the loaded ones"
+    )
 
     lora_path: str
 

@@ -167,7 +167,6 @@ OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
         input=[{"role": "user", "content": [INPUT_IMAGE]}],
     ),
     invalid("input[0].role", input=[{"role": "wizard", "content": "a"}]),
-    invalid("input[0].x", "unsupported", input=[{"role": "user", "content": "a", "x": 1}]),
     invalid("instructions", instructions=5),
     invalid("include[0]", "unsupported", include=["file_search_call.results"]),
     invalid("top_logprobs", top_logprobs=3),

@@ -54,7 +54,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             Transformers) or `reasoning` (vLLM). Both are accepted in messages.
         unknown_fields: Whether a field of a body that nothing here reads, by any name, is an error
             ("refuse") or left out ("ignore"). Within messages, tools and metadata it is always left
-            out. The header `X-Ignored-Fields` names what was left out (docs/openai.md).
+            out. The header `X-Ignored-Fields` names what was left out (docs/compatibility.md).
         template_timeout_s: CPU time limit of the chat template for one conversation.
         allowed_hosts: Host names of the gateway, without a port, besides addresses, "localhost",
             `host` and the machine's name.

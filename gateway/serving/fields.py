@@ -14,7 +14,7 @@ honoured. Class variables name the others:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -177,7 +177,9 @@ def fields_of(kind: type) -> Collection[str]:
 @cache
 def _known_in(kind: type) -> _Known:
     fields = msgspec.structs.fields(kind)
-    inner = {field.encode_name: _struct_in(field.type) for field in fields}
+    inner: dict[str, type | None] = {
+        field.encode_name: next(structs_in(field.type), None) for field in fields
+    }
     inner |= dict.fromkeys(getattr(kind, "SAMPLING", ()))
     return _Known(
         inner,
@@ -187,10 +189,12 @@ def _known_in(kind: type) -> _Known:
     )
 
 
-def _struct_in(kind: Any) -> type | None:
+def structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    """Return the structs in a field's type."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return kind
-    return next(filter(None, map(_struct_in, get_args(kind))), None)
+        yield kind
+    for each in get_args(kind):
+        yield from structs_in(each)
 
 
 def _path(where: str, name: str) -> str:

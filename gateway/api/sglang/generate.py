@@ -122,7 +122,7 @@ def _requests_of(writers: list[PromptWriter]) -> list[GenerateRequest]:
 
 
 class EncodeBody(msgspec.Struct, frozen=True):
-    """SGLang's EmbeddingReqInput."""
+    """`/encode`: SGLang's EmbeddingReqInput."""
 
     NEUTRAL: ClassVar = dict.fromkeys(
         ("log_metrics", "background", "routing_key", "external_trace_header"), ROUTED_OR_LOGGED

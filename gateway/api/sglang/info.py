@@ -30,7 +30,7 @@ _PROBE = (0,)
 
 
 class AbortBody(msgspec.Struct, frozen=True):
-    """AbortReq."""
+    """`/abort_request`: AbortReq."""
 
     NEUTRAL: ClassVar = dict.fromkeys(
         ("finished_reason", "abort_message"), "the answer has a reason and a text of its own"

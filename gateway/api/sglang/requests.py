@@ -46,7 +46,7 @@ _SAMPLING = "sampling_params"
 
 
 class SGLangBody(msgspec.Struct, frozen=True):
-    """SGLang's GenerateReqInput; a list has one per prompt."""
+    """`/generate`: SGLang's GenerateReqInput; a list has one per prompt."""
 
     NEUTRAL: ClassVar = dict.fromkeys(
         (
@@ -81,7 +81,7 @@ class SGLangBody(msgspec.Struct, frozen=True):
 
 
 class SGLangSampling(msgspec.Struct, frozen=True):
-    """SGLang's SamplingParams, without those that the engine has."""
+    """`sampling_params` of `/generate`: SGLang's SamplingParams."""
 
     SAMPLING: ClassVar = SGLANG
     NEUTRAL: ClassVar = {"spaces_between_special_tokens": "only for slow tokenizers"}

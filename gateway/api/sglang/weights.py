@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class GroupBody(msgspec.Struct, frozen=True):
-    """InitWeightsUpdateGroupReqInput."""
+    """`/init_weights_update_group`."""
 
     master_address: str
     master_port: Int64
@@ -58,7 +58,7 @@ class GroupBody(msgspec.Struct, frozen=True):
 
 
 class LeaveBody(msgspec.Struct, frozen=True):
-    """DestroyWeightsUpdateGroupReqInput."""
+    """`/destroy_weights_update_group`."""
 
     group_name: str = "weight_update_group"
 
@@ -75,7 +75,7 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DistributedBody(UpdateBody, frozen=True, kw_only=True):
-    """UpdateWeightsFromDistributedReqInput."""
+    """`/update_weights_from_distributed`."""
 
     names: list[str]
     dtypes: list[str]
@@ -84,37 +84,37 @@ class DistributedBody(UpdateBody, frozen=True, kw_only=True):
 
 
 class DiskBody(UpdateBody, frozen=True, kw_only=True):
-    """UpdateWeightFromDiskReqInput."""
+    """`/update_weights_from_disk`."""
 
     model_path: str
 
 
 class TensorBody(UpdateBody, frozen=True, kw_only=True):
-    """UpdateWeightsFromTensorReqInput."""
+    """`/update_weights_from_tensor`."""
 
     serialized_named_tensors: list[str]
 
 
 class SessionBody(msgspec.Struct, frozen=True):
-    """BeginWeightUpdateReqInput."""
+    """`/begin_weight_update`."""
 
     selector: str = "all"
 
 
 class PauseBody(msgspec.Struct, frozen=True):
-    """PauseGenerationReqInput."""
+    """`/pause_generation`."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class EmptyBody(msgspec.Struct, frozen=True):
-    """ContinueGenerationReqInput and EndWeightUpdateReqInput, of which no field counts."""
+    """`/continue_generation` and `/end_weight_update`."""
 
     NEUTRAL: ClassVar = _NEUTRAL
 
 
 class MemoryBody(msgspec.Struct, frozen=True):
-    """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
+    """`/release_memory_occupation` and `/resume_memory_occupation`."""
 
     tags: list[MemoryTag | Literal["cuda_graph"]] | None = None
 
@@ -127,20 +127,20 @@ class MemoryBody(msgspec.Struct, frozen=True):
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """UpdateWeightVersionReqInput."""
+    """`/update_weight_version`."""
 
     new_version: str
     abort_all_requests: bool = True
 
 
 class UnloadLoraBody(msgspec.Struct, frozen=True):
-    """UnloadLoRAAdapterReqInput."""
+    """`/unload_lora_adapter`."""
 
     lora_name: str
 
 
 class LoadLoraBody(UnloadLoraBody, frozen=True):
-    """LoadLoRAAdapterReqInput."""
+    """`/load_lora_adapter`."""
 
     NEUTRAL: ClassVar = dict.fromkeys(
         ("pinned", "added_tokens_config"), "there is no pool of adapters beside the loaded ones"

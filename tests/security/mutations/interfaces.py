@@ -170,8 +170,8 @@ LENGTH = integer("max_tokens", (1, 3, 10**6, 2**62, None), (4,), (-1, -(2**63)),
 LOGPROBS = integer("logprobs", (1, 20), (0, None), (-1, 21, 2**62))
 STREAM = flag("stream", "stream")
 OPTIONS = Field(
-    *("stream_options", (), (None,)),
-    (1, "a", [], {"include_usage": "a"}, {}, {"include_usage": True}),
+    *("stream_options", (), (None, {}, {"include_usage": True}, {"include_obfuscation": 1})),
+    (1, "a", [], {"include_usage": "a"}),
     *(({"x": 1},), refused("unsupported"), "stream"),
 )
 KWARGS = Field(
@@ -257,7 +257,7 @@ CHAT = Interface(
         *(OPENAI_MODEL, TALKS, LENGTH, N, STREAM, OPTIONS, KWARGS, *COMMON, *SAMPLERS),
         *(flag("return_token_ids"), flag("logprobs", "top"), flag("return_weight_versions")),
         Field("top_logprobs", (), (0, None), (*INT, 1, 5), group="top"),
-        Field("max_completion_tokens", (), (4, None), (*INT, 5), group="length"),
+        Field("max_completion_tokens", (), (4, 5, None), INT, group="length"),
         Field("messages", (), (), ([],), group="messages"),
         Field("tools", (), ([], None), (1, "a", {}, True, [1], ["a"]), BAD_TOOLS, NO_TOOL),
         Field("tool_choice", (), ("none", "auto", None), (1, True, [], "", {}, "a"), BAD_CHOICES),
@@ -268,8 +268,11 @@ CHAT = Interface(
         Field("thinking_token_budget", (), (None,), (*INT, -1), (0, 5), NONE),
         Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
-    unsupported=("functions", "audio", "store", "documents", "web_search_options"),
-    neutral=("user", "metadata", "prompt_cache_key"),
+    unsupported=("functions", "audio", "documents", "extra_body", "moderation"),
+    neutral=(
+        *("user", "metadata", "prompt_cache_key", "client_metadata", "service_tier", "store"),
+        *("verbosity", "web_search_options"),
+    ),
     needed=(("messages", "invalid_request"),),
 )
 NO_RESPONSE = refused("previous_response_not_found")

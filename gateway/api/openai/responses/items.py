@@ -14,7 +14,7 @@ from ....serving.chat_templates import Turn
 from ....serving.fields import RefusedField, read_part
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
-from ..messages import arguments_of, content_of, turn_of
+from ..messages import THOUGHTS, arguments_of, content_of, turn_of
 
 Item = dict[str, Any]
 """An id and a type, with the fields of a message (its content is a list of parts), of a function
@@ -160,12 +160,15 @@ def _item(given: dict[str, Any], where: str) -> Item:
 
 
 def _message(given: dict[str, Any], where: str) -> Item:
-    turn_of(message_of(given), where)
+    turn = turn_of(message_of(given), where)
     fields = {
         each: given[each] for each in OpenAIMessage.__struct_fields__ if given.get(each) is not None
     }
+    if reasoning := turn.get("reasoning_content"):
+        fields["reasoning_content"] = reasoning
     content = fields.get("content") or []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [part for part in parts if part["type"] not in THOUGHTS]
     return fields | {"content": [_part(part, fields["role"]) for part in parts]}
 
 

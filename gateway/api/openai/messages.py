@@ -313,7 +313,7 @@ def chat_tools(given: list[dict[str, Any]], form: _Form = _NESTED) -> tuple[Tool
     )
 
 
-def _form_of(given: dict[str, Any], form: _Form) -> _Form:
+def _form_of(given: Any, form: _Form) -> _Form:
     """Return the form of a tool or a choice; some programs send flat ones in chats too."""
     return _FLAT if "name" in given and "function" not in given else form
 

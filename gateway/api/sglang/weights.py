@@ -17,7 +17,7 @@ from ....config import Int64, NanoInferenceError, RequestError
 from ....config.temporary import temporary_folder
 from ...call import Call
 from ...server.http import JsonResponse, Response, decode_object, error_response
-from ...serving.fields import read_part
+from ...serving.fields import RefusedField, read_part
 from ...serving.services import Services
 from .requests import read_sglang_object
 from .sync import WeightSync
@@ -67,6 +67,10 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of all updates."""
 
     NEUTRAL: ClassVar = _NEUTRAL
+    REFUSED: ClassVar = {
+        "is_async": RefusedField("an update is answered when it is in place"),
+        "manifest": RefusedField("the tensors are named in the call or in their file"),
+    }
 
     weight_version: str | None = None
     abort_all_requests: bool = False

@@ -184,6 +184,33 @@ class CompletionBody(TextBody, frozen=True, kw_only=True):
     logprobs: Int64 | None = None
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether to reason, as in the interfaces of DeepSeek, GLM and Kimi."""
+
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("clear_thinking", "keep"),
+        "the chat template decides which reasoning of a history it shows",
+    )
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Budget | None = None
+
+    @property
+    def on(self) -> bool | None:
+        return None if self.type == "auto" else self.type != "disabled"
+
+
+class ReasoningRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat's reasoning, as in the interfaces of OpenRouter and Together."""
+
+    NEUTRAL: ClassVar = {"summary": "the reasoning itself is returned"}
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool = False
+    max_tokens: Budget | None = None
+
+
 class ChatBody(TextBody, frozen=True, kw_only=True):
     """`/v1/chat/completions`."""
 
@@ -216,9 +243,26 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    reasoning: ReasoningRequest | None = None
     thinking_token_budget: Budget | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
+
+    @property
+    def budget(self) -> tuple[str, int | None]:
+        """The most tokens of reasoning, after the field that has them."""
+        thinking, reasoning = self.thinking, self.reasoning
+        if thinking is not None and thinking.budget_tokens is not None:
+            return "thinking.budget_tokens", thinking.budget_tokens
+        if reasoning is not None and reasoning.max_tokens is not None:
+            return "reasoning.max_tokens", reasoning.max_tokens
+        return "thinking_token_budget", self.thinking_token_budget
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning and not (self.reasoning and self.reasoning.exclude)
 
 
 class GenerateBody(StreamedBody, frozen=True, kw_only=True):
@@ -366,6 +410,7 @@ class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    reasoning_text: str | None = None
     refusal: str | None = None
     function_call: CalledFunction | None = None
     thinking_blocks: list[Thought] | None = None
@@ -435,6 +480,14 @@ class Document(msgspec.Struct, frozen=True):
 
 class RerankBody(EmbeddingCommon, frozen=True, kw_only=True):
     """`/rerank`."""
+
+    NEUTRAL: ClassVar = EmbeddingCommon.NEUTRAL | {
+        "max_chunks_per_doc": "documents are not divided",
+    }
+    REFUSED: ClassVar = EmbeddingCommon.REFUSED | {
+        "max_tokens_per_doc": RefusedField("documents are taken whole"),
+        "rank_fields": RefusedField("a document's `text` alone is compared", (*EMPTY, ["text"])),
+    }
 
     query: str = ""
     documents: list[str | dict[str, Any]] | None = None

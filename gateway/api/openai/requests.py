@@ -234,7 +234,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
         sampling=sampling,
         logprobs=logprobs,
         reasoning_field=config.gateway.reasoning_field,
-        include_reasoning=fields.include_reasoning,
+        include_reasoning=fields.shows_reasoning,
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
     return call, fields

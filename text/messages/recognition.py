@@ -143,6 +143,10 @@ def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type:
                 for number in (0, 1)
             )
     reasons, found = False, _read(form, samples.reasoning)
+    if form.reads_reasoning and found.reasoning.strip() != _THOUGHT:
+        # The prompt may begin it, and the history lack that mark.
+        begun = samples.reasoning[samples.reasoning.find(_THOUGHT) :]
+        found = _read(form, begun, samples.prompt) if begun.startswith(_THOUGHT) else found
     if not form.reads_reasoning:
         pass
     elif _THOUGHT in samples.reasoning:
@@ -172,8 +176,8 @@ def _shows_marks(form: MessageFormat, chat_template: str) -> bool:
     return bool(form.markers) and all(mark in chat_template for mark in form.markers)
 
 
-def _read(form: MessageFormat, text: str) -> Delta:
-    reader = MessageReader(form, Reading(tools=(TOOL,)), "")
+def _read(form: MessageFormat, text: str, opening: str = "") -> Delta:
+    reader = MessageReader(form, Reading(opening=opening, tools=(TOOL,)), "")
     first, last = reader.feed(text), reader.finish()
     return Delta(
         first.reasoning + last.reasoning, first.content + last.content, first.calls + last.calls

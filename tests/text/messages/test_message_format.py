@@ -92,6 +92,20 @@ def test_reasoning_may_be_that_of_another_format() -> None:
     assert read(form, text) == Read("Hm.", "", [("get_weather", {"city": "Rome"})], 0)
 
 
+def test_reasoning_that_the_prompt_begins_may_lack_its_mark_in_the_history() -> None:
+    family = FAMILIES["Apriel 1.6"]
+    before = family.reasoning[0]
+
+    def rendered(turns: Any, begin: bool) -> str:
+        text = family.rendered(turns, False).replace(before, "")
+        return text + (family.turn + before if begin else "")
+
+    form = find_format("auto", None, family.turn, "", rendered)
+    assert (form.name, form.reasoning) == ("apriel", named("apriel").reasoning)
+    text = "Hm." + family.reasoning[1] + "Yes."
+    assert read(form, text, opening=opening_of(form, family.turn + before)).reasoning == "Hm."
+
+
 def test_the_begin_of_a_turn_is_that_of_the_templates_prompts() -> None:
     family = FAMILIES["Qwen3"]._replace(turn="<|start_of_role|>assistant<|end_of_role|>")
     form = found_for(family, "")

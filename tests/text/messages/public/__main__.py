@@ -231,7 +231,8 @@ def outcome(case: Case, template: str, form: MessageFormat | None) -> Outcome:
     except NanoInferenceError as error:
         return Outcome("different", f"the template: {error.message}")
     partial = bool(asked.get("is_partial"))
-    found = read(form, case.text, opening, tools, separates, partial=partial)
+    text = case.text.removesuffix(_end_of(template, form))
+    found = read(form, text, opening, tools, separates, partial=partial)
     whole = Read(
         (before.reasoning_content + found.reasoning).strip(),
         (before.content + found.content).strip(),
@@ -264,6 +265,16 @@ def _joined(
     )
 
 
+def _end_of(template: str, form: MessageFormat) -> str:
+    """The mark at which a message ends, which is no part of its text."""
+    try:
+        text = written(template, form, _assistant("", "Yes.", 0))[1]
+    except NanoInferenceError:
+        return ""
+    end = text.rpartition("Yes.")[2].strip()
+    return end if end.startswith("<") and end.count("<") == 1 else ""
+
+
 def _opening(
     case: Case, template: str, form: MessageFormat, tools: tuple[Tool, ...]
 ) -> tuple[str, Message]:
@@ -273,8 +284,12 @@ def _opening(
     """
     messages = [Message("user", USER["content"]), *case.asked.get("messages", [])]
     before = Message()
-    if case.asked.get("continue_final_message"):
+    asked = str(case.asked.get("continue_final_message", ""))
+    if asked:
         before = messages.pop()
+    if not case.expected.reasoning_content:
+        # The template shows none.
+        before = Message(content=before.content)
     turns = [_turn(message) for message in messages[1 if len(messages) > 1 else 0 :]]
     opening = render_conversation(
         tokenizer_of(template), turns, placeholder=None, form=form, tools=tools,
@@ -284,7 +299,7 @@ def _opening(
         if form.reasoning.open.strip() not in opening:
             opening += form.reasoning.open
         opening += before.reasoning_content
-        if before.content:
+        if asked.endswith("CONTENT"):
             opening += form.reasoning.close
     return opening + before.content, before
 

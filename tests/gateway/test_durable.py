@@ -6,10 +6,14 @@ import asyncio
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
+from nano_inference.kserve.protobuf import message
+
+from .api.kserve.calls import served
 from .errors import code_of
 from .fake import Client, FakeEngine, app_of, http_of
 from .interfaces import STREAMED
@@ -133,3 +137,27 @@ async def test_a_request_of_kserve_may_have_its_key_as_a_parameter(http: Client)
         "/v2/models/tiny.best_of/generate", json={"input_ids": [5]}, headers=KEY
     )
     assert code_of(several, 400) == "unsupported"
+
+
+async def test_the_key_of_a_call_over_grpc_is_its_metadata(engine: FakeEngine) -> None:
+    """Of a stream each request has its own, as a parameter."""
+    data = np.array([5, 6])
+
+    def request(**parameters: str) -> Any:
+        return message("ModelInferRequest")(
+            model_name="tiny.tokens",
+            inputs=[{"name": "input_ids", "datatype": "INT64", "shape": data.shape}],
+            raw_input_contents=[data.tobytes()],
+            parameters={name: {"string_param": value} for name, value in parameters.items()},
+        )
+
+    async with served(engine=engine) as (_, call):
+        own = (("idempotency-key", "k"), ("x-tenant", "me"))
+        answers = [await call("ModelInfer", request(), metadata=own) for _ in range(2)]
+        assert answers[0] == answers[1]
+        assert (len(answers[0].outputs) > 0, len(engine.requests)) == (True, 1)
+        stream = call.stream(metadata=(("x-tenant", "me"),))
+        for key in ("a", "b", "a"):
+            await stream.send(request(idempotency_key=key))
+            assert (await stream.read()).infer_response.outputs
+    assert len(engine.requests) == 3

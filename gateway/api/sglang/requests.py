@@ -38,15 +38,18 @@ async def read_sglang_object(call: Call, config: Config) -> Body:
 
 
 DEFAULT_MAX_NEW_TOKENS = 128
+
+ROUTED_OR_LOGGED = "about how to route, log or trace a request, or the rank that runs it"
+"""Why fields are neutral."""
+
 _SAMPLING = "sampling_params"
 
 
 class SGLangBody(msgspec.Struct, frozen=True):
-    """SGLang's GenerateReqInput; a list has one per prompt."""
+    """`/generate`: SGLang's GenerateReqInput; a list has one per prompt."""
 
-    # They say how to route, log or trace a request, or which rank runs it.
-    NEUTRAL: ClassVar = frozenset(
-        {
+    NEUTRAL: ClassVar = dict.fromkeys(
+        (
             "background",
             "conversation_id",
             "custom_labels",
@@ -56,7 +59,8 @@ class SGLangBody(msgspec.Struct, frozen=True):
             "received_time",
             "routing_key",
             "session_id",
-        }
+        ),
+        ROUTED_OR_LOGGED,
     )
 
     rid: str | list[str] | None = None
@@ -77,10 +81,10 @@ class SGLangBody(msgspec.Struct, frozen=True):
 
 
 class SGLangSampling(msgspec.Struct, frozen=True):
-    """SGLang's SamplingParams, without those that the engine has."""
+    """`sampling_params` of `/generate`: SGLang's SamplingParams."""
 
     SAMPLING: ClassVar = SGLANG
-    NEUTRAL: ClassVar = frozenset({"spaces_between_special_tokens"})
+    NEUTRAL: ClassVar = {"spaces_between_special_tokens": "only for slow tokenizers"}
 
     n: Int64 = 1
     skip_special_tokens: bool = True

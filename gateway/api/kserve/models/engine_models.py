@@ -247,7 +247,7 @@ EMBED_IDS = TensorSpec("input_ids", "INT64", (-1,), optional=True)
 
 
 class EmbedBody(msgspec.Struct, frozen=True):
-    """The parameters of a request."""
+    """Parameters of embeddings."""
 
     pooling: PoolingKind | None = None
     normalize: bool | None = None

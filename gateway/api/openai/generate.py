@@ -17,12 +17,13 @@ from ...server.http import (
     SendEvent,
     connected,
     error_body,
+    field_error,
     read_object,
 )
 from ...serving.begun_calls import Attach, BegunCalls, Found, keyed, last_event_id
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
-from ...serving.prepared import about_tools, check_request, prepare
+from ...serving.prepared import about_tools, check_request, prepare, truncated
 from ...serving.services import Services
 from ...serving.submissions import Take
 from .answers import Answer, ChoicesWriter
@@ -127,6 +128,20 @@ class GenerationCalls:
     ) -> Response:
         services, (call, _, key) = self._services, asked
         call.begin(wanted.fields.budget_ms, wanted.fields.model)
+        if (most := wanted.truncation) is not None:
+            if images:
+                raise field_error(
+                    "truncate_prompt_tokens", "could cut an image; leave it out, or the images"
+                )
+            cut = partial(
+                truncated,
+                services,
+                most=most,
+                max_tokens=wanted.sampling.max_tokens,
+                side=wanted.truncation_side,
+                add_special=wanted.add_special_tokens,
+            )
+            prompts = [await cut(each) for each in prompts]
         record = await self._record(wanted, prompts, images, call.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(call.caller, record.request(0))

@@ -106,6 +106,7 @@ def reasoning_of(fields: CountBody) -> Reasoning | None:
         return None
     return Reasoning(
         on=None if thinking is None else thinking.type != "disabled",
+        required=thinking is not None and thinking.type == "enabled",
         effort=effort,
         on_param="thinking",
         effort_param="output_config.effort",

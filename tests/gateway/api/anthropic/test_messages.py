@@ -237,7 +237,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("system", system=5),
     invalid("system[0]", "unsupported", system=[IMAGE]),
     invalid("stop_sequences", stop_sequences="a"),
-    invalid("output_config.effort", "unsupported", output_config={"effort": "low"}),
     invalid("service_tier", "unsupported", service_tier="flex"),
     invalid("speed", "unsupported", speed="fast"),
     invalid("budget_ms", "invalid_budget", budget_ms=1e300),

@@ -166,12 +166,15 @@ async def test_an_unknown_message_format_refuses_tools_and_thinking(
     settings.pop("response_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     plain = {"max_tokens": 90, "messages": [USER]}
-    for fields, param in ((ASKED, "tools"), (thinking(type="adaptive"), "thinking")):
+    enabled = thinking(type="enabled", budget_tokens=9)
+    for fields, param in ((ASKED, "tools"), (enabled, "thinking")):
         error = (await http.post(PATH, json=plain | fields)).json()["error"]
         assert (error["code"], error["param"]) == ("unsupported", param)
         assert "gateway.message_format" in error["message"]
     for fields in (ASKED | {"tool_choice": {"type": "none"}}, thinking(type="disabled")):
         assert (await http.post(PATH, json=plain | fields)).status_code == 200
+    adaptive = await http.post(PATH, json=plain | thinking(type="adaptive"))
+    assert (adaptive.status_code, adaptive.headers["X-Ignored-Fields"]) == (200, "thinking")
 
 
 async def test_the_input_of_a_call_may_be_null(http: Client) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ..config import FieldError, field_error, field_name, shown
+from ..config import FieldError, RequestError, field_error, field_name, shown
 from .chat_template import Run, render, template_of
 from .messages import MessageFormat, Tool, opening_of
 from .template_process import render_template
@@ -84,15 +84,16 @@ def render_conversation(
             "that was trained to call them",
             code="unsupported",
         )
-    text = render(
+    render_turns = partial(
+        render,
         tokenizer,
-        as_read_by(template, turns, placeholder),
         tools=known,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         variables=variables,
         run=run,
     )
+    text = _with_all_instructions(list(turns), template, placeholder, render_turns)
     begun = add_generation_prompt or continue_final_message
     return RenderedConversation(text, opening_of(form, text) if form and begun else "")
 
@@ -208,6 +209,88 @@ def as_read_by(template: str, turns: Iterable[Turn], placeholder: str | None) ->
         if "content" in turn:
             turn["content"] = _content(template, turn["content"], placeholder, place)
     return found
+
+
+# --- instructions within a conversation -----------------------------------------------------------
+
+_INSTRUCTIONS = ("system", "developer")
+
+
+def _with_all_instructions(
+    turns: list[Turn],
+    template: str,
+    placeholder: str | None,
+    render_turns: Callable[[list[Turn]], str],
+) -> str:
+    """Return a rendered conversation with all of its system messages.
+
+    Many templates read one at the beginning only: they refuse later ones, or leave them out. For
+    these templates a later system message becomes a part of the message before it.
+
+    Raises:
+        RequestError: As `render`.
+    """
+    later = [text_of(turn) for turn in turns[1:] if turn["role"] in _INSTRUCTIONS]
+    if not later:
+        return render_turns(as_read_by(template, turns, placeholder))
+    try:
+        text = render_turns(as_read_by(template, turns, placeholder))
+    except RequestError as error:
+        if error.code not in ("invalid_messages", "chat_template_failed"):
+            raise
+    else:
+        if all(each.strip() in text for each in later):
+            return text
+    return render_turns(as_read_by(template, with_instructions_inside(turns), placeholder))
+
+
+def text_of(turn: Turn) -> str:
+    """Return the text of a turn, as one of the template's."""
+    content = turn.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def with_instructions_inside(turns: Sequence[Turn]) -> list[Turn]:
+    """Return turns with at most one system message, the first one.
+
+    Those at the beginning are joined. A later one stands at the end of the message of the user, or
+    of the tool's result, before it, in the tags that models know from agents' reminders; after one
+    of the assistant it stands before the user's next message.
+    """
+    found: list[Turn] = []
+    began = False  # whether the last turn of the user holds instructions alone
+    for turn in turns:
+        last = found[-1] if found else None
+        if turn["role"] not in _INSTRUCTIONS:
+            if began and last is not None and turn["role"] == "user":
+                last["content"] = _joined(last["content"], turn.get("content") or "")
+            else:
+                found.append(dict(turn))
+            began = False
+        elif last is None:
+            found.append(dict(turn))
+        elif last["role"] in _INSTRUCTIONS:
+            last["content"] = _joined(last["content"], text_of(turn))
+        else:
+            note = f"<system-reminder>\n{text_of(turn)}\n</system-reminder>"
+            if last["role"] == "assistant":
+                found.append({"role": "user", "content": note})
+                began = True
+            else:
+                last["content"] = _joined(last.get("content") or "", note)
+    return found
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}" if first else second
+    parts = [
+        [{"type": "text", "text": each}] if isinstance(each, str) else [*each]
+        for each in (first, second)
+    ]
+    return [*parts[0], *parts[1]]
 
 
 def _short_ids(turn: Turn) -> Turn:

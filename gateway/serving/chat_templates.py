@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -88,10 +89,13 @@ class ChatTemplates:
         max_model_len: Callable[[], Awaitable[int]],
         timeout_s: float,
         capacity: Capacity,
+        *,
+        drops_billing: bool = True,
     ) -> None:
         """Args: the tokenizer, the most tokens of a prompt, the time limit, and `AT_ONCE` slots
-        shared by tenants."""
+        shared by tenants; `drops_billing`: whether `gateway.billing_lines` is "drop"."""
         self._tokenizer = tokenizer
+        self._drops_billing = drops_billing
         self._max_model_len = max_model_len
         self._workers = TemplateWorkers(AT_ONCE, timeout_s)
         self._capacity = capacity
@@ -113,6 +117,8 @@ class ChatTemplates:
                 prompt_too_long.
             EngineError: overloaded.
         """
+        if self._drops_billing:
+            conversation = without_billing(conversation)
         await self.start()  # while this process loads the tokenizer
         tokenizer, max_model_len = await self._tokenizer.required(), await self._max_model_len()
         form = await self._tokenizer.message_format()
@@ -153,6 +159,31 @@ class ChatTemplates:
             where="chat_template_kwargs.",
             run=self._workers.run,
         )
+
+
+# --- billing --------------------------------------------------------------------------------------
+
+_BILLING = re.compile(r"(x-anthropic-[a-z0-9-]+):[^\n]*\n*")
+
+
+def without_billing(conversation: Conversation) -> Conversation:
+    """Return a conversation without lines for Anthropic's billing at its beginning.
+
+    They are no instruction, and change from call to call. A program writes them as the first text
+    of its system message, or as a system message of their own.
+    """
+    turns = conversation.turns
+    first = turns[0] if turns else {}
+    content = first.get("content")
+    if first.get("role") != "system" or not isinstance(content, str):
+        return conversation
+    while (line := _BILLING.match(content)) is not None:
+        ignore(line[1])
+        content = content[line.end() :]
+    if content == first["content"]:
+        return conversation
+    kept = [first | {"content": content}] if content else []
+    return msgspec.structs.replace(conversation, turns=[*kept, *turns[1:]])
 
 
 # --- reasoning ----------------------------------------------------------------------------------

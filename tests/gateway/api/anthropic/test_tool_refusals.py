@@ -50,6 +50,7 @@ def thinking(**fields: Any) -> dict[str, Any]:
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.org/a.png"}}
 NO_SCHEMA = {"name": "f"}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("tools[0]", tools=[NO_SCHEMA]),
     invalid("tools[2].name", tools=[WEATHER, TIME, WEATHER]),
@@ -57,11 +58,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("tools[1].name", **tool(name="a b")),
     invalid("tools[1].name", **tool(name="a" * 129)),
     invalid("tools[1].input_schema.type", **tool(input_schema={"type": "string"})),
-    invalid("tools[1]", "unsupported", **tool(type="web_search_20250305")),
-    invalid("tools[1].defer_loading", "unsupported", **tool(defer_loading=True)),
-    invalid("tools[1].input_examples", "unsupported", **tool(input_examples=[{}])),
-    invalid("tools[1].allowed_callers[0]", **tool(allowed_callers=["code_execution_20250825"])),
-    invalid("mcp_servers", "unsupported", mcp_servers=[{"name": "x"}]),
+    invalid("tools[1]", "unsupported", **tool(type="browser_toolset_20260801")),
+    invalid("tool_choice", tools=[SEARCH], tool_choice={"type": "any"}),
+    invalid(
+        "tool_choice.name",
+        "unsupported",
+        tools=[TIME, SEARCH],
+        tool_choice={"type": "tool", "name": "web_search"},
+    ),
+    invalid(
+        "tools[1].allowed_callers",
+        "unsupported",
+        **tool(allowed_callers=["code_execution_20250825"]),
+    ),
     invalid("tool_choice.type", tool_choice={"type": "some"}),
     invalid("tool_choice.name", tool_choice={"type": "tool"}),
     invalid("tool_choice.name", tool_choice={"type": "tool", "name": "moon"}),
@@ -82,6 +91,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     invalid("output_config.effort", output_config={"effort": "some"}),
     invalid("output_config.x", "unsupported", output_config={"task_budget": {}, "x": 1}),
+    invalid(
+        "output_config.task_budget", "unsupported", output_config={"task_budget": {"total": 1}}
+    ),
     invalid("messages[1].content[0]", messages=[USER, CALLED]),
     invalid("messages[1].content[0]", messages=[USER, CALLED, USER]),
     invalid("messages[1].content[1].id", messages=[USER, assistant(USE, USE), user(RESULT)]),

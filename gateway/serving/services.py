@@ -69,7 +69,11 @@ class Services:
         self.images = Images(config.images, config.engine.model_name, fetches)
         rendering = Capacity(AT_ONCE, gateway.max_waiting, measures)
         self.templates = ChatTemplates(
-            self.tokenizer, self.length.get, gateway.template_timeout_s, rendering
+            self.tokenizer,
+            self.length.get,
+            gateway.template_timeout_s,
+            rendering,
+            drops_billing=gateway.billing_lines == "drop",
         )
         self.durable = DurableCalls(client, config)
 

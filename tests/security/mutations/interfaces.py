@@ -264,7 +264,7 @@ CHAT = Interface(
         Field("parallel_tool_calls", (), (True, False, None), BOOL),
         Field("include_reasoning", (), (True, False, None), BOOL),
         Field("separate_reasoning", (), (True, False, None), BOOL),
-        Field("reasoning_effort", (), ("none", None), (1, True, [], "", "x"), ("low",), NONE),
+        Field("reasoning_effort", (), ("none", "low", None), (1, True, [], "", "x")),
         Field("thinking_token_budget", (), (None,), (*INT, -1), (0, 5), NONE),
         Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),

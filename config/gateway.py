@@ -9,6 +9,8 @@ import msgspec
 
 from .base import NonNegativeInt, Port, PositiveInt, Range, Seconds, Section
 
+UnknownFields = Literal["refuse", "ignore"]
+
 
 class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     """The HTTP and gRPC servers in front of the bus.
@@ -52,6 +54,9 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             a file with one.
         reasoning_field: Name of the reasoning in OpenAI chat answers: `reasoning_content` (SGLang,
             Transformers) or `reasoning` (vLLM). Both are accepted in messages.
+        unknown_fields: Whether a field of a body that nothing here reads, by any name, is an error
+            ("refuse") or left out ("ignore"). Within messages, tools and metadata it is always left
+            out. The header `X-Ignored-Fields` names what was left out (docs/compatibility.md).
         billing_lines: Whether a conversation's first lines are left out ("drop") or shown to the
             model ("keep") if they are for Anthropic's billing (`x-anthropic-billing-header: …`,
             from Claude Code). They change from call to call, and nothing after them would be found
@@ -114,6 +119,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     comment_s: Seconds = 15.0
     message_format: str = "auto"
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
+    unknown_fields: UnknownFields = "refuse"
     billing_lines: Literal["drop", "keep"] = "drop"
     model_aliases: dict[str, str] = msgspec.field(default_factory=dict)
     template_timeout_s: Seconds = 5.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,7 +72,8 @@ def render_conversation(
     Raises:
         FieldError: unsupported: the template reads no tools, or no such variable;
             images_not_supported.
-        RequestError: As `render`.
+        RequestError: As `render`; messages of one role that follow each other are joined where the
+            template refuses them.
     """
     known = tools_read(tools)
     template = template_of(tokenizer, known)
@@ -93,7 +94,9 @@ def render_conversation(
         variables=variables,
         run=run,
     )
-    text = _with_all_instructions(list(turns), template, placeholder, render_turns)
+    text = _in_a_form_that_is_taken(
+        list(turns), lambda form: render_turns(as_read_by(template, form, placeholder))
+    )
     begun = add_generation_prompt or continue_final_message
     return RenderedConversation(text, opening_of(form, text) if form and begun else "")
 
@@ -211,37 +214,67 @@ def as_read_by(template: str, turns: Iterable[Turn], placeholder: str | None) ->
     return found
 
 
-# --- instructions within a conversation -----------------------------------------------------------
+# --- conversations that templates refuse ----------------------------------------------------------
 
 _INSTRUCTIONS = ("system", "developer")
 
 
-def _with_all_instructions(
-    turns: list[Turn],
-    template: str,
-    placeholder: str | None,
-    render_turns: Callable[[list[Turn]], str],
-) -> str:
-    """Return a rendered conversation with all of its system messages.
+def _in_a_form_that_is_taken(turns: list[Turn], render_turns: Callable[[list[Turn]], str]) -> str:
+    """Return a rendered conversation, in the first form in which the template renders all of it.
 
-    Many templates read one at the beginning only: they refuse later ones, or leave them out. For
-    these templates a later system message becomes a part of the message before it.
+    Many templates read a system message at the beginning only, or none: they refuse others, or
+    leave them out. Many refuse two messages of one role in a row.
 
     Raises:
-        RequestError: As `render`.
+        RequestError: As `render`, of the conversation as it came.
     """
-    later = [text_of(turn) for turn in turns[1:] if turn["role"] in _INSTRUCTIONS]
-    if not later:
-        return render_turns(as_read_by(template, turns, placeholder))
-    try:
-        text = render_turns(as_read_by(template, turns, placeholder))
-    except RequestError as error:
-        if error.code not in ("invalid_messages", "chat_template_failed"):
-            raise
-    else:
-        if all(each.strip() in text for each in later):
-            return text
-    return render_turns(as_read_by(template, with_instructions_inside(turns), placeholder))
+    later = [text_of(turn).strip() for turn in turns[1:] if turn["role"] in _INSTRUCTIONS]
+    refusal: RequestError | None = None
+    texts: list[str] = []
+    tried: list[Turn] = []
+    for form in _forms(turns):
+        if form == tried:
+            continue
+        tried = form
+        try:
+            texts.append(render_turns(form))
+        except RequestError as error:
+            refusal = refusal or error
+            # A template that takes its whole time is not run again and again.
+            if error.code != "invalid_messages":
+                break
+            continue
+        if all(each in texts[-1] for each in later):
+            return texts[-1]
+    if refusal is not None and not texts:
+        raise refusal
+    # A template that changes texts.
+    return texts[:2][-1]
+
+
+def _forms(turns: list[Turn]) -> Iterator[list[Turn]]:
+    """Return a conversation as it is, then in forms for templates that refuse that."""
+    yield turns
+    turns = with_instructions_inside(turns)
+    yield turns
+    yield joined_turns(turns)
+    yield joined_turns(
+        [turn | {"role": "user"} if turn["role"] in _INSTRUCTIONS else turn for turn in turns]
+    )
+
+
+def joined_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Return messages of which those of one role that follow each other are one, with an empty line
+    between their texts. Calls and their results stay apart."""
+    found: list[Turn] = []
+    for turn in turns:
+        last = found[-1] if found else {}
+        plain = all(each.keys() == {"role", "content"} for each in (last, turn))
+        if plain and last["role"] == turn["role"]:
+            found[-1] = last | {"content": _joined(last["content"], turn["content"])}
+        else:
+            found.append(turn)
+    return found
 
 
 def text_of(turn: Turn) -> str:

@@ -235,9 +235,11 @@ def reasoning_variables(
 def _report_without_effect(reasoning: Reasoning, found: Mapping[str, Any], *, always: bool) -> None:
     """Report fields without effect on this template as neutral: the model answers as it can.
 
-    A model without reasoning obeys a request for none.
+    A model without reasoning obeys a request for none; one that always reasons goes on.
     """
     if reasoning.on and not (found or always):
+        ignore(reasoning.on_param)
+    if reasoning.on is False and always and not found:
         ignore(reasoning.on_param)
     by_switch = reasoning.on_param == reasoning.effort_param and (found or not reasoning.on)
     if reasoning.effort is not None and EFFORT not in found and not by_switch:

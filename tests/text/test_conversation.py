@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.config import FieldError
+from nano_inference.config import FieldError, RequestError
 from nano_inference.text import conversation
 from nano_inference.text.conversation import (
     Turn,
@@ -15,6 +15,7 @@ from nano_inference.text.conversation import (
     as_read_by,
     check_results,
     check_variables,
+    joined_turns,
     names_read,
 )
 
@@ -235,3 +236,53 @@ def test_a_later_system_message_beside_an_image_is_a_part() -> None:
     image: Turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "U"}]}
     (turn,) = conversation.with_instructions_inside([image, LATER])
     assert turn["content"] == [*image["content"], {"type": "text", "text": NOTE}]
+
+
+# --- other conversations that templates refuse ----------------------------------------------------
+
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}:{{ m.content }}]"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "wanted"),
+    [
+        ([USER, USER], "[user:U\n\nU]"),
+        ([USER, ANSWER, ANSWER, USER], "[user:U][assistant:A\n\nA][user:U]"),
+        ([SYSTEM, USER], "[user:S\n\nU]"),
+        ([SYSTEM, {"role": "developer", "content": "D"}, USER], "[user:S\n\nD\n\nU]"),
+        ([SYSTEM, USER, LATER, USER], f"[user:S\n\nU\n\n{NOTE}\n\nU]"),
+    ],
+)
+def test_messages_in_a_row_are_joined_for_a_template_that_refuses_them(
+    turns: list[Turn], wanted: str
+) -> None:
+    assert rendered(ALTERNATES, turns) == wanted
+
+
+def test_messages_in_a_row_stay_for_a_template_that_takes_them() -> None:
+    assert rendered(ANY_ROLE, [USER, USER]) == "[user:U][user:U]"
+
+
+def test_what_no_form_helps_is_refused_as_it_came() -> None:
+    with pytest.raises(RequestError, match="roles must alternate"):
+        rendered(ALTERNATES, [ANSWER, USER, USER])
+
+
+def test_messages_of_one_role_that_follow_each_other_are_joined() -> None:
+    """For templates that refuse them; calls and results stay as they are."""
+    image = {"type": "image"}
+    turns: list[Turn] = [
+        *({"role": "system", "content": "S"}, {"role": "system", "content": "T"}),
+        *({"role": "user", "content": "a"}, {"role": "user", "content": "b"}),
+        *({"role": "user", "content": [image]}, {"role": "user", "content": [image]}),
+        *(TURNS[1], TURNS[2], TURNS[2]),
+    ]
+    assert joined_turns(turns) == [
+        {"role": "system", "content": "S\n\nT"},
+        {"role": "user", "content": [{"type": "text", "text": "a\n\nb"}, image, image]},
+        *(TURNS[1], TURNS[2], TURNS[2]),
+    ]

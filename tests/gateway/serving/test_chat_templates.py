@@ -274,6 +274,14 @@ def test_a_model_that_always_reasons_needs_no_variable() -> None:
     assert list(ignored) == ["thinking.type"]
 
 
+def test_a_model_that_always_reasons_goes_on_when_asked_not_to() -> None:
+    asked = reasoning_of_effort("none", "reasoning_effort")
+    for always, named in ((True, ["reasoning_effort"]), (False, [])):
+        ignored = collect_ignored()
+        assert reasoning_variables(asked, {}, ALWAYS, always=always) == {}
+        assert list(ignored) == named
+
+
 def test_an_effort_beside_a_switch_is_not_the_switch() -> None:
     ignored = collect_ignored()
     asked = msgspec.structs.replace(ON, effort="low")

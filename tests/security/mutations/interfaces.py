@@ -362,8 +362,8 @@ MESSAGES = Interface(
         Field("messages", (), (), ([],), group="messages"),
     ),
     shape="anthropic",
-    unsupported=("tools", "mcp_servers", "container", "thinking", "output_format"),
-    neutral=("metadata", "cache_control"),
+    unsupported=("tools", "compaction", "thread", "thinking", "output_format"),
+    neutral=("metadata", "cache_control", "mcp_servers", "container", "speed"),
     needed=(("messages", "invalid_request"), ("max_tokens", "invalid_request")),
     last="event: message_stop",
 )
@@ -372,8 +372,8 @@ COUNT = Interface(
     {"messages": HELLO},
     (MODEL._replace(refusals=refused("unknown_model", 404)), TALKS, KWARGS),
     shape="anthropic",
-    unsupported=("tools", "mcp_servers", "max_tokens", "colour"),
-    neutral=("cache_control",),
+    unsupported=("tools", "max_tokens", "colour"),
+    neutral=("cache_control", "mcp_servers", "compaction"),
     needed=(("messages", "invalid_request"),),
 )
 TOKENIZE = Interface(

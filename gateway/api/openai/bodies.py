@@ -45,11 +45,11 @@ _NEUTRAL = frozenset(
 )
 _REFUSED = REFUSED | {
     "include_stop_str_in_output": RefusedField("the text ends before it"),
-    "service_tier": RefusedField("there is one; `priority` says more", (*EMPTY, "auto", "default")),
     "skip_special_tokens": RefusedField("they are left out of the text", (True,)),
 }
 _REFUSED_BY_BOTH = _REFUSED | {
     "length_penalty": RefusedField("of beams", (1,)),
+    "service_tier": RefusedField("there is one; `priority` says more", (*EMPTY, "auto", "default")),
     "use_beam_search": RefusedField("samples are drawn"),
 }
 _VERBOSITY = RefusedField("the template's variables are given by name", (*EMPTY, "medium"))
@@ -219,7 +219,7 @@ class GenerateBody(StreamedBody, frozen=True, kw_only=True):
 class TextOptions(msgspec.Struct, frozen=True):
     """Options of a response's text."""
 
-    REFUSED: ClassVar = {"verbosity": _VERBOSITY}
+    NEUTRAL: ClassVar = frozenset({"verbosity"})
 
     format: dict[str, Any] | None = None
 
@@ -242,7 +242,12 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     """`/v1/responses`."""
 
     SAMPLING: ClassVar = TEXT_SAMPLING
-    NEUTRAL: ClassVar = _NEUTRAL | {"max_tool_calls", "prompt_cache_options"}
+    NEUTRAL: ClassVar = _NEUTRAL | {
+        "client_metadata",
+        "max_tool_calls",
+        "prompt_cache_options",
+        "service_tier",
+    }
     REFUSED: ClassVar = _REFUSED | {
         "background_options": RefusedField("there is one speed; `priority` says more"),
         "context_management": RefusedField("prompts are taken whole"),
@@ -251,7 +256,6 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
         ),
         "moderation": RefusedField("nothing is judged"),
         "prompt": RefusedField("there are no prompts by name; send `input`"),
-        "truncation": RefusedField("prompts are taken whole", (*EMPTY, "disabled")),
         "verbosity": _VERBOSITY,
     }
 
@@ -269,6 +273,7 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: dict[str, Any] = {}
     text: TextOptions = TextOptions()
+    truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None

@@ -17,7 +17,7 @@ from ....server.http import EngineError, field_error
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
 from ....serving.durable_calls import CallHead, DurableRecord
-from ....serving.fields import Body, adapter_of, engine_priority, read_part
+from ....serving.fields import Body, adapter_of, engine_priority, ignore, read_part
 from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
 from ..bodies import ResponseBody
 from .items import Item, items_of, turns_of
@@ -26,8 +26,18 @@ ID_PREFIX = "resp_"
 """The beginning of each response's id."""
 
 LOGPROBS = "message.output_text.logprobs"
-# Reasoning is returned as it is, so that no encrypted copy is needed.
-_NEUTRAL = frozenset({"reasoning.encrypted_content"})
+ENCRYPTED = "reasoning.encrypted_content"
+# There are no built-in tools whose results could be included.
+_NEUTRAL = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 _MOST_METADATA = 16
 _MOST_LISTED = 100
@@ -151,7 +161,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
 
 def read_response(
-    body: Body, config: Config, max_model_len: int
+    body: Body, config: Config, max_model_len: int, tenant: str
 ) -> tuple[ResponseCall, list[Item]]:
     """Read a body of `/v1/responses`: the call, and its input.
 
@@ -163,11 +173,13 @@ def read_response(
     """
     fields = read_part(body, ResponseBody)
     for place, each in enumerate(fields.include):
-        if each != LOGPROBS and each not in _NEUTRAL:
-            param = f"include[{place}]"
+        param = f"include[{place}]"
+        if each in _NEUTRAL:
+            ignore(param)
+        elif each not in (LOGPROBS, ENCRYPTED):
             raise field_error(
                 param,
-                f": {shown(each)} is not there to be included; {LOGPROBS} is",
+                f": {shown(each)} is not there to be included; {LOGPROBS} and {ENCRYPTED} are",
                 code="unsupported",
             )
     logprobs = LOGPROBS in fields.include
@@ -195,7 +207,7 @@ def read_response(
         ),
         logprobs=logprobs,
     )
-    return call, items_of(fields.input)
+    return call, items_of(fields.input, tenant)
 
 
 def _constraint(fields: ResponseBody) -> Constraint | None:
@@ -217,8 +229,10 @@ def conversation_of(fields: ResponseBody, items: Iterable[Item]) -> Conversation
     if fields.instructions:
         turns.append({"role": "system", "content": fields.instructions})
     effort = fields.reasoning.effort if fields.reasoning else None
+    turns += turns_of(items)
     return Conversation(
-        turns=turns + turns_of(items),
+        # A chat template needs a message.
+        turns=turns or [{"role": "user", "content": ""}],
         variables=fields.chat_template_kwargs,
         reasoning=reasoning_of_effort(effort, "reasoning.effort"),
     )

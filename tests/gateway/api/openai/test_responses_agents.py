@@ -271,3 +271,29 @@ async def test_truncation_drops_the_oldest_turns_until_the_prompt_fits(
     assert len(listed.json()["data"]) == 25
     refused = await http.post(PATH, json=asked | {"input": "a" + " a" * 3000})
     assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+# --- the catalogue ----------------------------------------------------------------------------
+
+
+async def test_codex_gets_its_catalogue_of_models(http: Client) -> None:
+    listed = (await http.get("/v1/models?client_version=0.171.0")).json()
+    (card,), (entry,) = listed["data"], listed["models"]
+    # Codex drops the whole list for a missing field; these are the ones that it requires.
+    required = {
+        "slug",
+        "display_name",
+        "base_instructions",
+        "truncation_policy",
+        "shell_type",
+        "supported_reasoning_levels",
+        "support_verbosity",
+        "experimental_supported_tools",
+        "visibility",
+        "supported_in_api",
+        "priority",
+    }
+    assert required <= entry.keys()
+    assert (entry["slug"], entry["context_window"]) == (card["id"], card["max_model_len"])
+    assert entry["truncation_policy"] == {"mode": "tokens", "limit": 256}
+    assert "models" not in (await http.get("/v1/models")).json()

@@ -32,6 +32,7 @@ from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
 from ..records import Attach, Found, keyed, last_event_id
+from .compaction import compact
 from .events import NOTHING, ResponseEvents, read_number, response_of
 from .items import REFERENCE, Item, check_calls, page_of
 from .output import ResponseWriter, response_with
@@ -97,20 +98,15 @@ class ResponseCalls:
         if again is None:
             # Errors of the conversation would otherwise come first.
             await self._services.served.check(wanted.fields.model, call.caller)
-        items = await self._whole(call, wanted, items)
+        whole = await self.whole(call, wanted, items)
         call.begin(wanted.fields.budget_ms, wanted.fields.model)
-        record = await self._prepared(
-            call,
-            ResponseRecord(
-                tenant=call.tenant,
-                call=wanted,
-                items=items,
-                deadline_ns=call.deadline_ns,
-                caller=call.caller,
-                keyed=again,
-            ),
+        record = msgspec.structs.replace(
+            await self.prepared(call, whole),
+            deadline_ns=call.deadline_ns,
+            caller=call.caller,
+            keyed=again,
         )
-        await self._check(record)
+        await self.check(record)
         writer = await self.stored.writer(record, first=True)
         if again is not None and (begun := await self.stored.claim(call, record)) is not None:
             return await self._again(call, begun)
@@ -123,10 +119,13 @@ class ResponseCalls:
         """Count the tokens of a response's prompt; the body is that of `create`."""
         _, wanted, items = await self._read(call)
         await self._services.served.check(wanted.fields.model, call.caller)
-        items = await self._whole(call, wanted, items)
-        record = ResponseRecord(tenant=call.tenant, call=wanted, items=items)
-        tokens = await self._num_tokens(await self._prepared(call, record))
+        record = await self.prepared(call, await self.whole(call, wanted, items))
+        tokens = await self._num_tokens(record)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def compact(self, call: Call) -> Response:
+        """Compact a conversation."""
+        return await compact(self._services, self, call)
 
     async def retrieve(self, call: Call) -> Response:
         """Return a response as it is now, or its stream."""
@@ -178,20 +177,24 @@ class ResponseCalls:
         length = await self._services.length.get()
         return body, *read_response(body, config, length, call.tenant)
 
-    async def _whole(self, call: Call, wanted: ResponseCall, items: list[Item]) -> list[Item]:
-        """Return the items of a call, after those of the response that it continues."""
+    async def whole(self, call: Call, wanted: ResponseCall, items: list[Item]) -> ResponseRecord:
+        """Return the record of a call, with the items before its own, and no prompt yet."""
         before: list[Item] = []
         fields = wanted.fields
         if previous := fields.previous_response_id:
             before = await self.conversation_of(call, previous)
-        items = [*before, *await self._resolved(call, before, items)]
+        elif conversation_id := fields.conversation_id:
+            conversations = self.stored.conversations
+            found = await conversations.find(call.caller, call.tenant, conversation_id)
+            before = found.items
+        items = [*before, *await self.resolved(call, before, items)]
         # A program that looks whether a model answers sends nothing, and takes one token.
         if not (items or fields.instructions or fields.max_output_tokens == 1):
             raise field_error("input", "is empty; give a text or messages")
         check_calls(items, len(before))
-        return items
+        return ResponseRecord(tenant=call.tenant, call=wanted, items=items, num_before=len(before))
 
-    async def _resolved(self, call: Call, before: list[Item], items: list[Item]) -> list[Item]:
+    async def resolved(self, call: Call, before: list[Item], items: list[Item]) -> list[Item]:
         """Return items with the stored ones in place of references to them.
 
         Args:
@@ -220,7 +223,7 @@ class ResponseCalls:
             known.add(item_id)
         return found
 
-    async def _prepared(self, call: Call, record: ResponseRecord) -> ResponseRecord:
+    async def prepared(self, call: Call, record: ResponseRecord) -> ResponseRecord:
         """Add the prompt, and what it implies for the output."""
         fields = record.call.fields
         use = tool_use(fields, await self._services.tokenizer.message_format())
@@ -289,7 +292,7 @@ class ResponseCalls:
             constraint=None if constraint == sampling.constraint else constraint,
         )
 
-    async def _check(self, record: ResponseRecord) -> None:
+    async def check(self, record: ResponseRecord) -> None:
         """Refuse here what the bus or admission would refuse."""
         services = self._services
         request = record.request(services.config)
@@ -373,7 +376,8 @@ class ResponseCalls:
         submissions, asked = self._services.submissions, record.request(self._services.config)
 
         async def produce(send: SendEvent) -> None:
-            events = ResponseEvents(writer, send, self.stored.beside, after)
+            keep = self.stored.conversations.add_response
+            events = ResponseEvents(writer, send, self.stored.beside, keep, after)
             if record.background:
                 await events.create()
             attachment: Attachment | None = None
@@ -395,7 +399,11 @@ class ResponseCalls:
                     raise as_openai(failure, "responses") from None
                 await (events.fail(failure) if has_ended else events.interrupt(failure))
             else:
-                await events.end(completion)
+                try:
+                    await events.end(completion)
+                except NanoInferenceError as error:
+                    # Its conversation has no room for it.
+                    await events.interrupt(as_response_error(error, record.id))
 
         ids = gateway.event_ids and record.call.fields.store
         stream = EventStream(produce, gateway.comment_s, ids=ids)

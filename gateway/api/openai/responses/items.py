@@ -26,6 +26,9 @@ REFERENCE = "item_reference"
 REASONING, COMPACTION = "reasoning", "compaction"
 """Types of items, and the kinds of their sealed texts."""
 
+SUMMARY = "Summary of the conversation so far:\n"
+"""The beginning of a compaction's text."""
+
 _LONGEST_ID = 128
 _LEFT_OUT = frozenset({"id", "status", "phase", "type"})
 """Fields of an item that chat templates ignore."""
@@ -87,8 +90,10 @@ class ItemReference(msgspec.Struct, frozen=True, kw_only=True):
     """An item that is stored, by its id."""
 
 
-def items_of(given: str | list[dict[str, Any]] | None, tenant: str = "") -> list[Item]:
-    """Read the items of a body's `input`, without those of built-in tools.
+def items_of(
+    given: str | list[dict[str, Any]] | None, tenant: str = "", param: str = "input"
+) -> list[Item]:
+    """Read the items of a body's `input`, or another field, without those of built-in tools.
 
     References to items are still to be resolved.
 
@@ -101,7 +106,7 @@ def items_of(given: str | list[dict[str, Any]] | None, tenant: str = "") -> list
     if not given:
         return []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    read = (_item(item, f"input[{place}]", tenant) for place, item in enumerate(items))
+    read = (_item(item, f"{param}[{place}]", tenant) for place, item in enumerate(items))
     return [item for item in read if item is not None]
 
 
@@ -110,11 +115,12 @@ def answered(output: Iterable[dict[str, Any]]) -> list[Item]:
     return [item for each in output if (item := _item(each, "output", "")) is not None]
 
 
-def check_calls(items: Iterable[Item], first: int) -> None:
+def check_calls(items: Iterable[Item], first: int, given: str = "input") -> None:
     """Check that each output of a call stands after that call.
 
     Args:
-        first: The number of items of earlier responses.
+        first: The number of items that were there before.
+        given: The field with the others.
 
     Raises:
         FieldError: There is no such call.
@@ -124,7 +130,7 @@ def check_calls(items: Iterable[Item], first: int) -> None:
         if item["type"] in _CALLS:
             calls.add(item["call_id"])
         elif item["type"] in _OUTPUTS and item["call_id"] not in calls:
-            param = f"input[{place - first}].call_id"
+            param = f"{given}[{place - first}].call_id"
             raise field_error(
                 param,
                 f": there is no call {shown(item['call_id'])} before it; send that "

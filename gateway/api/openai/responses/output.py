@@ -312,6 +312,7 @@ class ResponseWriter:
             "completed_at": None,
             "status": status,
             "background": fields.background,
+            "conversation": {"id": fields.conversation_id} if fields.conversation_id else None,
             "error": None,
             "incomplete_details": None,
             "instructions": fields.instructions,

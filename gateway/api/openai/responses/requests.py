@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -85,6 +85,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     Attributes:
         items: The conversation before its output, without instructions.
+        num_before: How many of the items are of an earlier response, or of its conversation.
         prompt: The tokens that are submitted, with images the text; none where no gateway has to
             submit them again.
         deadline_ns: On the clock of `now_ns`; None without a limit.
@@ -97,6 +98,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     call: ResponseCall
     items: list[Item]
+    num_before: int = 0
     prompt: str | tuple[int, ...] = ()
     deadline_ns: int | None = None
     caller: Caller = ANYBODY
@@ -185,8 +187,11 @@ def read_response(
     logprobs = LOGPROBS in fields.include
     if fields.top_logprobs and not logprobs:
         raise field_error("top_logprobs", f"takes {LOGPROBS} in include")
-    if len(fields.metadata) > _MOST_METADATA:
-        raise field_error("metadata", f"has more than {_MOST_METADATA} texts")
+    check_metadata(fields.metadata)
+    if fields.conversation_id and fields.previous_response_id:
+        raise field_error(
+            "previous_response_id", "and conversation both say what comes before; give one of them"
+        )
     if fields.background and not fields.store:
         raise field_error("background", "takes store: true, or no client could find it")
     call = ResponseCall(
@@ -208,6 +213,12 @@ def read_response(
         logprobs=logprobs,
     )
     return call, items_of(fields.input, tenant)
+
+
+def check_metadata(metadata: Sized) -> None:
+    """Raises FieldError: There are too many."""
+    if len(metadata) > _MOST_METADATA:
+        raise field_error("metadata", f"has more than {_MOST_METADATA} texts")
 
 
 def _constraint(fields: ResponseBody) -> Constraint | None:

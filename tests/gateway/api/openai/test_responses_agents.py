@@ -13,6 +13,7 @@ from nano_inference.gateway.api.openai.responses.sealed import seal, unseal
 from ...fake import Client, http_of, poster
 from ...saying import Model
 from .streamed import response_events
+from .test_refusals import refusal
 from .test_responses_tools import CLOCK, WEATHER, call
 
 PATH = "/v1/responses"
@@ -192,11 +193,14 @@ async def test_references_are_the_items_of_stored_responses(
     more = {"previous_response_id": first["id"], "input": [*references, output]}
     await posted(http, **asked, **more)
     assert by_reference == model.prompt()
-    for headers, reference in (({"X-Tenant": "other"}, references[0]), ({}, {"id": "msg_0"})):
+    for headers, reference in (
+        ({"X-Tenant": "other"}, references[0]),
+        ({}, {"id": "msg_0"}),
+        ({}, {"type": "item_reference", "id": "a"}),
+    ):
         body = ASKED | {"input": [reference]}
         refused = await http.post(PATH, json=body, headers=headers)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (400, "unknown_item")
+        assert refusal(refused, 404) == ("unknown_item", "input[0].id")
 
 
 async def test_an_empty_input_continues_a_response_or_is_a_probe(

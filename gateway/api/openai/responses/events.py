@@ -13,7 +13,7 @@ import msgspec
 
 from .....bus.public import Completion, CompletionChunk
 from .....config import NanoInferenceError
-from ....server.http import SendEvent
+from ....server.http import SendEvent, error_body
 from ..errors import as_openai
 from ..positions import invalid_event
 from .output import Answer, ItemEvent, ResponseWriter
@@ -105,6 +105,8 @@ class ResponseEvents:
             "code": shown.code,
             "message": shown.message,
             "param": getattr(shown, "param", None),
+            # Open Responses has it nested, OpenAI does not.
+            **error_body(shown),
         }
         await self.send(msgspec.json.encode(event), self._event_id(event), name="error")
 

@@ -26,7 +26,7 @@ from ..errors import as_openai
 from .items import REASONING
 from .requests import ENCRYPTED, ID_PREFIX, NeverBegun, ResponseCall, ResponseRecord
 from .sealed import seal
-from .tools import Origin, as_called, origins_of
+from .tools import Origin, as_called, origins_of, shown_tools
 
 Answer = dict[str, Any]
 _PREFIXES = {
@@ -278,7 +278,9 @@ class ResponseWriter:
         if usage.cached_completion_tokens:
             details["cached_tokens"] = usage.cached_completion_tokens
         answer |= {
-            "completed_at": completion.timings.finished_ns / 1e9 if status == "completed" else None,
+            "completed_at": completion.timings.finished_ns // 10**9
+            if status == "completed"
+            else None,
             "output": [] if sample is None else items.blocks,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -333,7 +335,7 @@ class ResponseWriter:
             "temperature": self.call.sampling.temperature,
             "text": {"format": fields.text.format or {"type": "text"}},
             "tool_choice": fields.tool_choice or "auto",
-            "tools": fields.tools,
+            "tools": shown_tools(fields.tools),
             "top_logprobs": fields.top_logprobs or 0,
             "top_p": self.call.sampling.top_p,
             "truncation": fields.truncation,

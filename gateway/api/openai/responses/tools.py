@@ -42,6 +42,9 @@ _BUILT_IN = (
 """Beginnings of the types of built-in tools; some go on with a version."""
 
 
+_DEFAULTS: dict[str, Any] = {"description": None, "parameters": None, "strict": False}
+
+
 def is_built_in(kind: object) -> bool:
     """Return whether a type is of a built-in tool, which a model here may do without."""
     return isinstance(kind, str) and kind.startswith(_BUILT_IN)
@@ -102,6 +105,11 @@ class Origin(NamedTuple):
     kind: str
     name: str
     namespace: str | None = None
+
+
+def shown_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as a response shows them: functions with all fields that Open Responses has."""
+    return [_DEFAULTS | tool if tool.get("type") == "function" else tool for tool in tools]
 
 
 def flat_name(name: str, namespace: str | None) -> str:

@@ -82,14 +82,14 @@ class ChatTemplates:
         self,
         tokenizer: LazyTokenizer,
         max_model_len: Callable[[], Awaitable[int]],
-        timeout_s: float,
+        workers: TemplateWorkers,
         capacity: Capacity,
     ) -> None:
-        """Args: the tokenizer, the most tokens of a prompt, the time limit, and `AT_ONCE` slots
+        """Args: the tokenizer, the most tokens of a prompt, `AT_ONCE` workers, and as many slots
         shared by tenants."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._workers = TemplateWorkers(AT_ONCE, timeout_s)
+        self._workers = workers
         self._capacity = capacity
         self._threads = anyio.CapacityLimiter(AT_ONCE)
 

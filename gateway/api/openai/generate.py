@@ -76,13 +76,15 @@ class GenerationCalls:
         if asked.key is None:
             # Errors of the conversation would otherwise come first.
             await services.served.check(fields.model, call.caller)
+        budget_param, budget = fields.budget
         prepared = await prepare(
             call,
             services,
             conversation_of(fields),
             tool_use(fields),
             wanted.sampling,
-            reasoning_budget=fields.thinking_token_budget,
+            reasoning_budget=budget,
+            budget_param=budget_param,
             separates_reasoning=fields.separate_reasoning,
         )
         wanted = msgspec.structs.replace(

@@ -12,6 +12,7 @@ from ....call import Call
 from ....server.http import EngineError, JsonResponse, Response, connected, read_object
 from ....serving.fields import read_part
 from ....serving.services import Services
+from ..bodies import ResponseBody
 from .items import COMPACTION, SUMMARY, Item, items_of
 from .output import Answer
 from .requests import ID_PREFIX, ResponseCall, ResponseRecord, read_response
@@ -31,15 +32,17 @@ _SHARE = 4
 class CompactBody(msgspec.Struct, frozen=True, kw_only=True):
     """`/v1/responses/compact`."""
 
-    NEUTRAL: ClassVar = frozenset(
-        {
-            "image",
+    NEUTRAL: ClassVar = {
+        name: ResponseBody.NEUTRAL[name]
+        for name in (
+            "client_metadata",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
+            "safety_identifier",
             "service_tier",
-        }
-    )
+        )
+    }
 
     model: str = ""
     input: str | list[dict[str, Any]] | None = None

@@ -14,7 +14,7 @@ from ....serving.chat_templates import Turn
 from ....serving.fields import ignore, read_part
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
-from ..messages import arguments_of, content_of, turn_of
+from ..messages import THOUGHTS, arguments_of, content_of, turn_of
 from .sealed import unseal
 from .tools import INPUT, flat_name
 
@@ -37,6 +37,8 @@ _LEFT_OUT = frozenset({"id", "status", "phase", "type"})
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call by the model."""
 
+    OPEN: ClassVar = True
+
     call_id: str
     name: str
     arguments: str = "{}"
@@ -57,6 +59,8 @@ class CustomCall(msgspec.Struct, frozen=True, kw_only=True):
 class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a call: a text, or parts of text and images."""
 
+    OPEN: ClassVar = True
+
     call_id: str
     output: str | list[dict[str, Any]]
     name: str | None = None
@@ -66,12 +70,16 @@ class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of reasoning."""
 
+    OPEN: ClassVar = True
+
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
     """The model's reasoning before a text or a call. Encrypted content can't be read."""
+
+    OPEN: ClassVar = True
 
     summary: list[ReasoningPart] = []
     content: list[ReasoningPart] | None = None
@@ -81,7 +89,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
 class CompactionItem(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation in the place of which a summary stands."""
 
-    NEUTRAL: ClassVar = frozenset({"created_by"})
+    OPEN: ClassVar = True
 
     encrypted_content: str
 
@@ -192,12 +200,15 @@ def _item(given: dict[str, Any], where: str, tenant: str) -> Item | None:
 
 
 def _message(given: dict[str, Any], where: str, tenant: str) -> Item:
-    turn_of(given, where)
+    turn = turn_of(given, where)
     fields = {
         each: given[each] for each in OpenAIMessage.__struct_fields__ if given.get(each) is not None
     }
+    if reasoning := turn.get("reasoning_content"):
+        fields["reasoning_content"] = reasoning
     content = fields.get("content") or []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [part for part in parts if part["type"] not in THOUGHTS]
     return fields | {"content": [_part(part, fields["role"]) for part in parts]}
 
 

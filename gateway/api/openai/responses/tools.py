@@ -61,7 +61,8 @@ class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool that takes a text."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"async", "defer_loading"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS
 
     type: Literal["custom"]
     name: str
@@ -73,7 +74,8 @@ class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
 class NamespaceTool(msgspec.Struct, frozen=True, kw_only=True):
     """Functions and custom tools under one name."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"defer_loading"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS
 
     type: Literal["namespace"]
     name: str
@@ -84,7 +86,7 @@ class NamespaceTool(msgspec.Struct, frozen=True, kw_only=True):
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """A tool in a choice, by its name. Its other fields stand in the call's tools."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"description", "format", "parameters", "strict"}
+    OPEN: ClassVar = True
 
     type: Literal["function", "custom"]
     name: str

@@ -430,7 +430,7 @@ OLLAMA_CHAT = Interface(
     (
         *OLLAMA_FIELDS,
         Field("messages", (TALK,), ([{"role": "USER", "content": "98 + 25 ="}],), NO_TALKS),
-        Field("tools", (), ([], None), (1, "a", {}, True, [1], ["a"]), BAD_TOOLS, NO_TOOL),
+        Field("tools", (), ([], None), (1, "a", {}, True, [1], ["a"]), BAD_TOOLS[:5], NO_TOOL),
     ),
     shape="ollama",
     within="options",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ..config import FieldError, field_error, field_name, shown
+from ..config import FieldError, RequestError, field_error, field_name, shown
 from .chat_template import Run, render, template_of
 from .messages import MessageFormat, Tool, opening_of
 from .template_process import render_template
@@ -72,7 +72,8 @@ def render_conversation(
     Raises:
         FieldError: unsupported: the template reads no tools, or no such variable;
             images_not_supported.
-        RequestError: As `render`.
+        RequestError: As `render`; messages of one role that follow each other are joined where the
+            template refuses them.
     """
     known = tools_read(tools)
     template = template_of(tokenizer, known)
@@ -84,15 +85,23 @@ def render_conversation(
             "that was trained to call them",
             code="unsupported",
         )
-    text = render(
+    read = as_read_by(template, turns, placeholder)
+    rendered = partial(
+        render,
         tokenizer,
-        as_read_by(template, turns, placeholder),
         tools=known,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         variables=variables,
         run=run,
     )
+    try:
+        text = rendered(read)
+    except RequestError as error:
+        alternating = joined_turns(read)
+        if error.code != "invalid_messages" or len(alternating) == len(read):
+            raise
+        text = rendered(alternating)
     begun = add_generation_prompt or continue_final_message
     return RenderedConversation(text, opening_of(form, text) if form and begun else "")
 
@@ -207,6 +216,22 @@ def as_read_by(template: str, turns: Iterable[Turn], placeholder: str | None) ->
             turn |= _short_ids(turn)
         if "content" in turn:
             turn["content"] = _content(template, turn["content"], placeholder, place)
+    return found
+
+
+def joined_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Return messages of which those of one role that follow each other are one, with an empty line
+    between their texts. Calls and their results stay apart."""
+    found: list[Turn] = []
+    for turn in turns:
+        last = found[-1] if found else {}
+        if all(each.keys() == {"role", "content"} for each in (last, turn)) and (
+            last["role"] == turn["role"] and type(last["content"]) is type(turn["content"])
+        ):
+            between: Any = "\n\n" if isinstance(turn["content"], str) else []
+            found[-1] = last | {"content": last["content"] + between + turn["content"]}
+        else:
+            found.append(turn)
     return found
 
 

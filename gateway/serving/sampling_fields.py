@@ -41,20 +41,21 @@ REFUSED = {
 """vLLM's parameters that no call obeys."""
 
 
+_NO_TEXT = "the answer has no text"
+
+
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's sampling parameters as an object of their own, for answers in tokens."""
 
     SAMPLING: ClassVar = VLLM
-    NEUTRAL: ClassVar = frozenset(
-        {
-            "detokenize",
-            "flat_logprobs",
-            "include_stop_str_in_output",
-            "output_kind",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-        }
-    )
+    NEUTRAL: ClassVar = {
+        "detokenize": _NO_TEXT,
+        "flat_logprobs": "only about vLLM's memory",
+        "include_stop_str_in_output": _NO_TEXT,
+        "output_kind": "`stream` decides",
+        "skip_special_tokens": _NO_TEXT,
+        "spaces_between_special_tokens": "only for slow tokenizers",
+    }
     REFUSED: ClassVar = REFUSED
 
     n: Int64 = 1

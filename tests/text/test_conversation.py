@@ -15,6 +15,7 @@ from nano_inference.text.conversation import (
     as_read_by,
     check_results,
     check_variables,
+    joined_turns,
     names_read,
 )
 
@@ -180,3 +181,20 @@ def test_a_result_of_no_call_is_refused(turns: list[Turn], place: int) -> None:
     assert refused.value.param == f"messages[{place}]{named}"
     assert refused.value.code == "invalid_messages"
     assert "tool_calls" in refused.value.message
+
+
+def test_messages_of_one_role_that_follow_each_other_are_joined() -> None:
+    """For templates that refuse them; calls and results stay as they are."""
+    image = {"type": "image"}
+    turns: list[Turn] = [
+        *({"role": "system", "content": "S"}, {"role": "system", "content": "T"}),
+        *({"role": "user", "content": "a"}, {"role": "user", "content": "b"}),
+        *({"role": "user", "content": [image]}, {"role": "user", "content": [image]}),
+        *(TURNS[1], TURNS[2], TURNS[2]),
+    ]
+    assert joined_turns(turns) == [
+        {"role": "system", "content": "S\n\nT"},
+        {"role": "user", "content": "a\n\nb"},
+        {"role": "user", "content": [image, image]},
+        *(TURNS[1], TURNS[2], TURNS[2]),
+    ]

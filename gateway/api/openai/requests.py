@@ -14,7 +14,7 @@ from ....text.messages import Reading
 from ...server.http import FieldError, field_error
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
-from ...serving.fields import Body, adapter_of, engine_priority, read_part
+from ...serving.fields import Body, adapter_of, engine_priority, ignore, read_part
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
 
@@ -215,11 +215,11 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
     fields = read_part(body, ChatBody)
     if fields.top_logprobs and not fields.logprobs:
         raise field_error("top_logprobs", "takes logprobs: true")
-    limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise field_error("max_tokens", "and max_completion_tokens are different; give one of them")
-    # Admission lowers it to what the model's length leaves.
-    max_tokens = next(iter(limits), None)
+    # Both hold. Admission lowers it to what the model's length leaves.
+    limits = [
+        each for each in (fields.max_tokens, fields.max_completion_tokens) if each is not None
+    ]
+    max_tokens = min(limits, default=None)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     sampling = _text_sampling(
         body,
@@ -302,7 +302,8 @@ def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> No
         raise field_error(param, "are not there in a stream")
     options = fields.stream_options
     if options != StreamOptions() and not fields.stream:
-        raise field_error("stream_options", "takes stream: true")
+        # An answer in one piece has its usage anyway.
+        ignore("stream_options")
     if options.continuous_usage_stats and not options.include_usage:
         raise FieldError(
             "continuous_usage_stats takes include_usage: true",

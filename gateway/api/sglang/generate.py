@@ -23,7 +23,7 @@ from ...serving.request_ids import bus_id, name_of
 from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
 from .answers import Answer, PromptWriter, SampleEvents
-from .requests import PromptCall, read_call, read_prompts, read_sglang_object
+from .requests import ROUTED_OR_LOGGED, PromptCall, read_call, read_prompts, read_sglang_object
 from .sync import VersionLabels
 
 _DONE = b"[DONE]"
@@ -122,11 +122,10 @@ def _requests_of(writers: list[PromptWriter]) -> list[GenerateRequest]:
 
 
 class EncodeBody(msgspec.Struct, frozen=True):
-    """SGLang's EmbeddingReqInput."""
+    """`/encode`: SGLang's EmbeddingReqInput."""
 
-    # They say how to route, log or trace a request.
-    NEUTRAL: ClassVar = frozenset(
-        {"log_metrics", "background", "routing_key", "external_trace_header"}
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("log_metrics", "background", "routing_key", "external_trace_header"), ROUTED_OR_LOGGED
     )
 
     rid: str | None = None

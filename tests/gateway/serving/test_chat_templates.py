@@ -106,6 +106,23 @@ async def test_a_template_that_fails(model: Model, template: str, code: str) -> 
     assert await refused(model.with_template(template)) == code
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}({{ m.content }}){% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [(ALTERNATING, "(hello\n\nhello)"), (ALTERNATING[:23] + "({{ m.content }}){% endfor %}", "")],
+)
+async def test_messages_of_one_role_are_joined_only_for_a_template_that_refuses_them(
+    model: Model, template: str, text: str
+) -> None:
+    found = await model.text(template, Conversation(turns=HELLO * 2))
+    assert found == (text or "(hello)(hello)")
+
+
 @pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO, SLOW_C_CALL])
 async def test_an_endless_template_is_stopped(model: Model, template: str) -> None:
     templates = model.with_template(template, timeout_s=0.1)

@@ -7,6 +7,7 @@ or made here is of this form, so kernels know no format's name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels.layout import put_codes, unpacked
 from ..system_memory import HUGE_PAGE, zeros
 
 PANEL = 64
@@ -149,44 +151,51 @@ def pack_plain(form: Codes, plain: PlainCodes) -> dict[str, Tensor]:
         "offsets" and "offset_factors" likewise. Padded weights are meaningless:
         activations are 0 there, and outputs are dropped.
     """
-    codes = F.pad(plain.codes, (0, form.padded_inputs - form.inputs)).contiguous()
+    packed: dict[str, Tensor] = {}
+    put_plain(packed, form, plain)
+    return packed
+
+
+def put_plain(packed: dict[str, Tensor], form: Codes, plain: PlainCodes, start: int = 0) -> None:
+    """Pack some outputs into the tensors of all, which are allocated in large pages.
+
+    Args:
+        packed: As `pack_plain` returns them; {} at first.
+        form: The form of all outputs.
+        plain: The codes of some of them.
+        start: Their first output; a multiple of `PANEL`.
+    """
+    own = msgspec.structs.replace(form, outputs=len(plain.codes))
+    part = slice(start // PANEL, start // PANEL + own.panels)
+
+    def place(name: str, tail: tuple[int, ...], like: Tensor) -> Tensor:
+        if name not in packed:
+            shape, huge = (form.panels, *tail), math.prod(tail) * form.panels * like.itemsize
+            packed[name] = (
+                zeros(shape, like.dtype, like.device, huge=True)
+                if huge >= HUGE_PAGE
+                else like.new_empty(shape)
+            )
+        return packed[name][part]
+
+    steps = form.padded_inputs * form.bits // 8 // STEP
+    _put_codes(own, plain.codes, place("codes", (steps, PANEL, STEP), plain.codes))
+    for name, scales in (("scale", plain.scales), ("offset", plain.offsets)):
+        for end, rows in (("s", scales and scales.values), ("_factors", scales and scales.factors)):
+            if rows is not None:
+                panels = _by_panel(rows, own.panels)
+                place(f"{name}{end}", panels.shape[1:], rows).copy_(panels)
+
+
+def _put_codes(form: Codes, codes: Tensor, packed: Tensor) -> None:
+    if put_codes(form, codes, packed):
+        return
+    codes = F.pad(codes, (0, form.padded_inputs - form.inputs)).contiguous()
     if form.bits == 4:
         codes = codes.view(form.outputs, -1, 2, STEP)
         codes = (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1)
     # Four bytes that stay together move as one number.
-    steps = _copied(_by_panel(codes.view(torch.int32), form.panels))
-    codes = steps.view(torch.uint8).view(*steps.shape, STEP)
-    tensors = {"codes": codes}
-    for name, scales in (("scale", plain.scales), ("offset", plain.offsets)):
-        if scales is not None:
-            tensors[f"{name}s"] = _by_panel(scales.values, form.panels).contiguous()
-            if scales.factors is not None:
-                factors = _by_panel(scales.factors, form.panels)
-                tensors[f"{name}_factors"] = factors.contiguous()
-    return tensors
-
-
-def put_packed(
-    packed: dict[str, Tensor], form: Codes, part: Mapping[str, Tensor], start: int
-) -> None:
-    """Write some outputs' packed tensors to those of all, which are allocated in large pages.
-
-    Args:
-        packed: Tensors of all outputs; {} at first.
-        form: The form of all outputs.
-        part: As `pack_plain` returns them.
-        start: The part's first output; a multiple of `PANEL`.
-    """
-    for name, tensor in part.items():
-        if name not in packed:
-            shape = form.panels, *tensor.shape[1:]
-            is_large = form.panels * tensor[0].nbytes >= HUGE_PAGE
-            packed[name] = (
-                zeros(shape, tensor.dtype, tensor.device, huge=True)
-                if is_large
-                else tensor.new_empty(shape)
-            )
-        packed[name][start // PANEL :][: len(tensor)] = tensor
+    packed.view(torch.int32)[..., 0] = _by_panel(codes.view(torch.int32), form.panels)
 
 
 def unpack(
@@ -206,7 +215,13 @@ def unpack(
     stop = form.outputs if stop is None else stop
     part = slice(start // PANEL, -(-stop // PANEL))
     own = msgspec.structs.replace(form, outputs=stop - start)
-    return unpack_plain(own, _plain_of(own, {name: each[part] for name, each in tensors.items()}))
+    parts = {name: each[part] for name, each in tensors.items()}
+    scales, offsets = _scales_of(own, parts)
+    wide = None if offsets is None else offsets.wide()
+    weights = unpacked(own, parts["codes"], _values(own), scales.wide(), wide)
+    if weights is None:
+        weights = unpack_plain(own, PlainCodes(_codes_of(own, parts["codes"]), scales, offsets))
+    return weights
 
 
 def unpack_rows(form: Codes, tensors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
@@ -235,14 +250,24 @@ def unpack_rows(form: Codes, tensors: Mapping[str, Tensor], rows: Tensor) -> Ten
     return unpack_plain(form, plain)
 
 
-def _plain_of(form: Codes, tensors: Mapping[str, Tensor]) -> PlainCodes:
+def _values(form: Codes) -> Tensor | None:
+    """Return the values of all codes; None for the codes themselves."""
+    if form.numbers == "float8_e4m3fn":
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.tensor(form.table, dtype=torch.float32) if form.table else None
+
+
+def _codes_of(form: Codes, packed: Tensor) -> Tensor:
     # Four bytes that stay together move as one number.
-    steps = tensors["codes"].view(torch.int32).squeeze(-1)
+    steps = packed.view(torch.int32).squeeze(-1)
     codes = _copied(_by_output(steps, form.outputs)).view(torch.uint8)
     if form.bits == 4:
         halves = codes.view(form.outputs, -1, 1, STEP)
         codes = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
+    return codes[:, : form.inputs]
 
+
+def _scales_of(form: Codes, tensors: Mapping[str, Tensor]) -> tuple[Scales, Scales | None]:
     def scales(name: str) -> Scales | None:
         values, factors = tensors.get(f"{name}s"), tensors.get(f"{name}_factors")
         if values is None:
@@ -252,7 +277,7 @@ def _plain_of(form: Codes, tensors: Mapping[str, Tensor]) -> PlainCodes:
 
     found = scales("scale")
     assert found is not None
-    return PlainCodes(codes[:, : form.inputs], found, scales("offset"))
+    return found, scales("offset")
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ async def test_documents_are_ranked_by_their_cosines(path: str, http: Client) ->
         ({"query": "a"}, "documents"),
         ({"documents": ["a"]}, "query"),
         ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
-        ({"query": "a", "documents": [{"title": "a"}]}, "documents[0].title"),
+        ({"query": "a", "documents": [{"title": "a"}]}, "documents[0]"),
         ({"query": "a", "documents": [{"text": "a", "image": "b"}]}, "documents[0].image"),
         ({"query": "a", "documents": [{"text": 5}]}, "documents[0].text"),
     ],

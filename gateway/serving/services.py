@@ -10,6 +10,7 @@ from ...config import Config, RequestError
 from ...pipeline.client import BusClient
 from ...text.messages import find_format
 from ..server.measures import Measures
+from .begun_calls import BodyCalls
 from .capacity import Capacity
 from .chain import PolicyChain
 from .chat_templates import AT_ONCE, ChatTemplates
@@ -45,6 +46,7 @@ class Services:
         templates: Conversations as prompts.
         images: Images of conversations.
         durable: Calls stored on the bus.
+        keyed: Calls with idempotency keys, of interfaces that store nothing else.
     """
 
     client: BusClient
@@ -72,6 +74,7 @@ class Services:
             self.tokenizer, self.length.get, gateway.template_timeout_s, rendering
         )
         self.durable = DurableCalls(client, config)
+        self.keyed = BodyCalls(self.durable, config.engine.model_name)
 
     async def warm_up(self) -> None:
         """Load the tokenizer, and start the processes that render its chat template, if any."""

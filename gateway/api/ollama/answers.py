@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -10,7 +11,6 @@ from typing import Any, assert_never
 import msgspec
 
 from ....bus.public import Completion, CompletionChunk, CompletionSample
-from ....telemetry import now_ns
 from ....text.messages import ToolCall
 from ...serving.logprobs import TokenNames, token_entries
 from ...serving.message_parts import MessageParts, NewParts
@@ -18,9 +18,9 @@ from ...serving.message_parts import MessageParts, NewParts
 Answer = dict[str, Any]
 
 
-def created_at() -> str:
-    """Return the time of an answer or a line."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+def written(created: float) -> str:
+    """Return a time, in seconds since the Unix epoch, as clients read it."""
+    return datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
 
 
 def message_of(
@@ -38,7 +38,7 @@ def message_of(
 
 def without_tokens(model: str, chat: bool, reason: str) -> Answer:
     """Return the answer to a call without a prompt, which loads a model or unloads it."""
-    head = {"model": model, "created_at": created_at()}
+    head = {"model": model, "created_at": written(time.time())}
     return head | message_of(chat) | {"done": True, "done_reason": reason}
 
 
@@ -48,6 +48,7 @@ class AnswerWriter:
 
     Attributes:
         model: The model's name as the client wrote it.
+        created: When the answer began, seconds since the Unix epoch.
         chat: Whether it answers a chat.
         parts: The reader of the sample.
         names: The names of tokens, for logprobs; None without them.
@@ -55,6 +56,7 @@ class AnswerWriter:
     """
 
     model: str
+    created: int
     chat: bool
     parts: MessageParts
     names: TokenNames | None
@@ -66,23 +68,18 @@ class AnswerWriter:
         """Add the next chunks; return their line, if any."""
         return self._lines([self.parts.add(chunk) for chunk in chunks])
 
-    def end(self, completion: Completion, at_ns: int) -> list[Answer]:
-        """Add the end, with what did not come in chunks; return the last lines.
-
-        Args:
-            completion: The terminal message.
-            at_ns: When the call came.
-        """
+    def end(self, completion: Completion) -> list[Answer]:
+        """Add the end, with what did not come in chunks; return the last lines."""
         sample = next(iter(completion.samples), None)
         lines = [] if sample is None else self._lines([self.parts.end(sample)])
         last = self._head() | message_of(self.chat)
-        return [*lines, last | self._done(completion, sample, at_ns)]
+        return [*lines, last | self._done(completion, sample)]
 
-    def whole(self, completion: Completion, at_ns: int) -> Answer:
-        """Return the whole answer; arguments as of `end`."""
+    def whole(self, completion: Completion) -> Answer:
+        """Return the whole answer."""
         sample = next(iter(completion.samples), None)
         new = [] if sample is None else [self.parts.end(sample)]
-        return self._head() | self._fields(new) | self._done(completion, sample, at_ns)
+        return self._head() | self._fields(new) | self._done(completion, sample)
 
     def quiet(self) -> bytes:
         """Return a line that says nothing new."""
@@ -91,7 +88,7 @@ class AnswerWriter:
     # --- pieces -----------------------------------------------------------------------------------
 
     def _head(self) -> Answer:
-        return {"model": self.model, "created_at": created_at()}
+        return {"model": self.model, "created_at": written(self.created)}
 
     def _lines(self, new: list[NewParts]) -> list[Answer]:
         if not any(each.deltas or (self.names and each.records) for each in new):
@@ -118,28 +115,30 @@ class AnswerWriter:
         function = {"index": index, "name": call.name, "arguments": arguments}
         return {"id": call.id, "function": function}
 
-    def _done(self, completion: Completion, sample: CompletionSample | None, at_ns: int) -> Answer:
+    def _done(self, completion: Completion, sample: CompletionSample | None) -> Answer:
         done: Answer = {"done": True, "done_reason": _reason(sample)}
         if self.shows_context and sample is not None:
             done["context"] = [*completion.prompt_token_ids, *sample.token_ids]
-        return done | _durations(completion, at_ns)
+        return done | _durations(completion)
 
 
-def _durations(completion: Completion, at_ns: int) -> Answer:
+def _durations(completion: Completion) -> Answer:
     """Return the numbers of tokens, and their times in nanoseconds.
 
     Clients divide by times, so that none of an evaluation is 0.
     """
     timings, usage = completion.timings, completion.usage
     first_ns = timings.first_token_ns or timings.finished_ns
-    time = usage.time or {}
+    causes = usage.time or {}
+    before_ns = causes.get("http", 0) + causes.get("queue", 0)
+    prompt_ns, answer_ns = first_ns - timings.received_ns, timings.finished_ns - first_ns
     return {
-        "total_duration": max(1, now_ns() - at_ns),
-        "load_duration": time.get("http", 0) + time.get("queue", 0),
+        "total_duration": before_ns + max(1, prompt_ns) + max(1, answer_ns),
+        "load_duration": before_ns,
         "prompt_eval_count": usage.prompt_tokens,
-        "prompt_eval_duration": max(1, first_ns - timings.received_ns),
+        "prompt_eval_duration": max(1, prompt_ns),
         "eval_count": usage.completion_tokens,
-        "eval_duration": max(1, timings.finished_ns - first_ns),
+        "eval_duration": max(1, answer_ns),
     }
 
 

@@ -14,6 +14,11 @@ Role = Literal["system", "user", "assistant", "tool"]
 Think = bool | Literal["low", "medium", "high", "max"]
 KeepAlive = float | str
 
+_LOADING = (
+    *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
+    *("use_mlock", "vocab_only", "logits_all", "embedding_only"),
+)
+_STAYS = "a model stays loaded by the server's settings"
 _OTHER_SAMPLER = "sample by temperature, top_k, top_p and min_p"
 
 
@@ -21,28 +26,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of a Modelfile. How a model is loaded is decided by this server's settings."""
 
     SAMPLING: ClassVar = OLLAMA
-    NEUTRAL: ClassVar = frozenset(
-        {
-            "draft_num_predict",
-            "embedding_only",
-            "f16_kv",
-            "logits_all",
-            "low_vram",
-            "main_gpu",
-            "mirostat_eta",
-            "mirostat_tau",
-            "num_batch",
-            "num_ctx",
-            "num_gpu",
-            "num_keep",
-            "num_thread",
-            "numa",
-            "penalize_newline",
-            "use_mlock",
-            "use_mmap",
-            "vocab_only",
-        }
-    )
+    NEUTRAL: ClassVar = {
+        "num_ctx": "the context is that of the server; a prompt that is too long for it is refused",
+        "num_keep": "no context is shifted",
+        "draft_num_predict": "drafts change no token",
+        "penalize_newline": "Ollama ignores it, too",
+        **dict.fromkeys(("mirostat_tau", "mirostat_eta"), "of mirostat"),
+        **dict.fromkeys(_LOADING, "the server's settings decide how a model runs"),
+    }
     REFUSED: ClassVar = {
         "mirostat": RefusedField(_OTHER_SAMPLER),
         "tfs_z": RefusedField(_OTHER_SAMPLER, (*EMPTY, 1)),
@@ -55,7 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class AnswerBody(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of all calls that generate."""
 
-    NEUTRAL: ClassVar = frozenset({"truncate"})
+    NEUTRAL: ClassVar = {"truncate": "prompts are taken whole; one that is too long is refused"}
     REFUSED: ClassVar = {
         "shift": RefusedField("an answer ends where the model's context is full"),
         "_debug_render_only": RefusedField("prompts are not shown"),
@@ -103,8 +94,7 @@ class GenerateBody(AnswerBody, frozen=True, kw_only=True):
 class EmbeddingCommon(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of all calls for vectors."""
 
-    # Options sample tokens, and none is sampled.
-    NEUTRAL: ClassVar = frozenset({"keep_alive", "options"})
+    NEUTRAL: ClassVar = {"keep_alive": _STAYS, "options": "no token is sampled"}
 
     model: str = ""
     # Not Ollama's.
@@ -137,13 +127,16 @@ class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
 class ShowBody(ModelBody, frozen=True, kw_only=True):
     """`/api/show`."""
 
-    NEUTRAL: ClassVar = frozenset({"options", "system", "template", "verbose"})
+    NEUTRAL: ClassVar = {
+        "verbose": "vocabularies are not listed",
+        **dict.fromkeys(("options", "system", "template"), "they are of a call, not of the model"),
+    }
 
 
 class PullBody(ModelBody, frozen=True, kw_only=True):
     """`/api/pull`."""
 
-    NEUTRAL: ClassVar = frozenset({"insecure", "password", "username"})
+    NEUTRAL: ClassVar = dict.fromkeys(("insecure", "password", "username"), "nothing is downloaded")
 
     stream: bool = True
 
@@ -151,7 +144,8 @@ class PullBody(ModelBody, frozen=True, kw_only=True):
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     """The function of a tool call of the history."""
 
-    NEUTRAL: ClassVar = frozenset({"index"})
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = {"index": "calls are in order"}
 
     name: str
     arguments: dict[str, Any] = {}
@@ -160,7 +154,8 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call of the history."""
 
-    NEUTRAL: ClassVar = frozenset({"type"})
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = {"type": "all are functions"}
 
     function: CalledFunction
     id: str = ""
@@ -168,6 +163,8 @@ class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A message."""
+
+    OPEN: ClassVar = True
 
     role: Role
     content: str = ""
@@ -181,6 +178,8 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
 class Function(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call."""
 
+    OPEN: ClassVar = True
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -190,7 +189,8 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool."""
 
-    NEUTRAL: ClassVar = frozenset({"items"})
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = {"items": "the function's schema says it"}
 
     function: Function
     type: Literal["function"] = "function"

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ....bus.public import CompletionChunk, GenerateRequest
+from ....bus.public import CompletionChunk
 from ....config import NanoInferenceError
 from ....text.messages import ToolUse
 from ...call import Call
@@ -20,6 +20,8 @@ from ...server.http import (
     field_error,
     read_object,
 )
+from ...serving.begun_calls import BodyCall, keyed
+from ...serving.durable_calls import IdempotencyKey
 from ...serving.fields import ignore, read_part
 from ...serving.logprobs import TokenNames
 from ...serving.message_parts import MessageParts
@@ -51,7 +53,8 @@ class AnswerCalls:
         self._models = models
 
     async def chat(self, call: Call) -> Response:
-        services, fields = self._services, await self._read(call, ChatBody)
+        services = self._services
+        fields, key = await self._read(call, ChatBody)
         if not fields.messages:
             return await self._without_prompt(call, fields, chat=True)
         sampling = sampling_of(fields, await services.length.get())
@@ -62,10 +65,11 @@ class AnswerCalls:
             use_of(fields),
             sampling,
         )
-        return await self._answer(call, fields, prepared, chat=True)
+        return await self._answer(call, key, fields, prepared, chat=True)
 
     async def generate(self, call: Call) -> Response:
-        services, fields = self._services, await self._read(call, GenerateBody)
+        services = self._services
+        fields, key = await self._read(call, GenerateBody)
         if not fields.prompt:
             return await self._without_prompt(call, fields, chat=False)
         sampling = sampling_of(fields, await services.length.get())
@@ -76,7 +80,7 @@ class AnswerCalls:
         if fields.raw or not (tokenizer.transformers.chat_template or fields.system):
             _check_plain(fields)
             prepared = Prepared(fields.prompt, sampling, None, None)
-            return await self._answer(call, fields, prepared, chat=False, plain=True)
+            return await self._answer(call, key, fields, prepared, chat=False, plain=True)
         prepared = await prepare(call, services, prompt_conversation(fields), ToolUse(), sampling)
         if fields.context:
             if isinstance(prepared.prompt, str):
@@ -84,18 +88,19 @@ class AnswerCalls:
             first = tokenizer.transformers.bos_token_id
             own = prepared.prompt[prepared.prompt[:1] == (first,) :]
             prepared = prepared._replace(prompt=(*fields.context, *own))
-        return await self._answer(call, fields, prepared, chat=False)
+        return await self._answer(call, key, fields, prepared, chat=False)
 
-    async def _read(self, call: Call, kind: type[Fields]) -> Fields:
+    async def _read(self, call: Call, kind: type[Fields]) -> tuple[Fields, IdempotencyKey | None]:
         config = self._services.config
         body = await read_object(call, config.gateway.max_body_bytes)
+        key = keyed(call, body)
         # First of all: with another model no field matters.
         if isinstance(name := body.get("model"), str):
             await self._services.served.check(model_of(name, config), call.caller)
         fields = read_part(body, kind)
         if fields.keep_alive is not None and not ends_now(fields.keep_alive):
             ignore("keep_alive")
-        return fields
+        return fields, key
 
     async def _without_prompt(self, call: Call, fields: AnswerBody, *, chat: bool) -> Response:
         config = self._services.config
@@ -110,6 +115,7 @@ class AnswerCalls:
     async def _answer(
         self,
         call: Call,
+        key: IdempotencyKey | None,
         fields: AnswerBody,
         prepared: Prepared,
         *,
@@ -121,6 +127,8 @@ class AnswerCalls:
         await check_request(services, asked)
         call.begin(fields.budget_ms, fields.model)
         services.submissions.check_priority(call.caller, asked)
+        begun = await services.keyed.begin(call, key, [asked])
+        (asked,) = begun.requests
         tokenizer = await services.tokenizer.required()
         parts = MessageParts(
             tokenizer,
@@ -134,22 +142,23 @@ class AnswerCalls:
         )
         writer = AnswerWriter(
             fields.model or services.config.engine.model_name,
+            begun.created,
             chat,
             parts,
             TokenNames(tokenizer, as_ids=False) if fields.logprobs else None,
             shows_context=not (chat or plain or prepared.images),
         )
         if fields.stream:
-            return self._streamed(call, asked, writer, prepared)
-        async with connected(call.cancelled):
+            return self._streamed(call, begun, writer, prepared)
+        async with connected(call.cancelled), begun.attach() as attachment:
             with about_tools(prepared.reading):
-                (completion,) = await services.submissions.run(call, [asked])
-        return JsonResponse(writer.whole(completion, call.at_ns))
+                (completion,) = await services.submissions.run(call, [asked], attachment=attachment)
+        return JsonResponse(writer.whole(completion))
 
     def _streamed(
-        self, call: Call, asked: GenerateRequest, writer: AnswerWriter, prepared: Prepared
+        self, call: Call, begun: BodyCall, writer: AnswerWriter, prepared: Prepared
     ) -> Response:
-        submissions = self._services.submissions
+        submissions, (asked,) = self._services.submissions, begun.requests
 
         async def produce(send: SendEvent) -> None:
             async def tell(lines: Sequence[Answer]) -> None:
@@ -160,15 +169,18 @@ class AnswerCalls:
                 await tell(writer.add(chunks))
 
             try:
-                with about_tools(prepared.reading):
-                    unsent = SampleChunks(take)
-                    completion = await stream_unsent(submissions, call, asked, unsent)
+                async with begun.attach() as attachment:
+                    with about_tools(prepared.reading):
+                        unsent = SampleChunks(take)
+                        completion = await stream_unsent(
+                            submissions, call, asked, unsent, attachment
+                        )
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise
                 await tell([error_line(error)])
                 return
-            await tell(writer.end(completion, call.at_ns))
+            await tell(writer.end(completion))
 
         stream = LineStream(produce, self._services.config.gateway.comment_s, writer.quiet())
         return stream

@@ -19,6 +19,7 @@ from ...server.http import (
     error_body,
     read_object,
 )
+from ...serving.begun_calls import Attach, BegunCalls, Found, keyed, last_event_id
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
 from ...serving.prepared import about_tools, check_request, prepare
@@ -28,7 +29,6 @@ from .answers import Answer, ChoicesWriter
 from .errors import as_openai
 from .messages import conversation_of, tool_use
 from .positions import Position, answer_of, read_position
-from .records import Attach, BegunCalls, Found, keyed, last_event_id
 from .requests import ChoicesCall, ChoicesRecord, Prompt, read_chat, read_completion, read_generate
 from .streams import Chunks
 
@@ -130,7 +130,9 @@ class GenerationCalls:
         record = await self._record(wanted, prompts, images, call.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(call.caller, record.request(0))
-        begun = None if key is None else await self._begun.claim(call, record)
+        begun = None
+        if key is not None:
+            record, begun = await self._begun.claim(call, record)
         if begun is not None:
             return await self._again(call, begun)
         attach: Attach = partial(services.durable.begun, record)

@@ -444,7 +444,7 @@ OLLAMA_CHAT = Interface(
     within="options",
     sampling=OLLAMA_OPTIONS,
     unsupported=("template", "raw", "prompt", "shift", "response_format", "_debug_render_only"),
-    harmless=("truncate",),
+    neutral=("truncate",),
     last="done",
     streams=True,
 )

@@ -17,7 +17,6 @@ from nano_inference.bus.public import CompletionChunk, GenerateRequest
 from nano_inference.config import Config
 from nano_inference.gateway.api.openai.answers import Choice, ChoicesWriter, fitting, message_of
 from nano_inference.gateway.api.openai.positions import FINISHED, UNBEGUN
-from nano_inference.gateway.api.openai.records import decode_record
 from nano_inference.gateway.api.openai.requests import (
     ChoicesCall,
     ChoicesRecord,
@@ -26,6 +25,7 @@ from nano_inference.gateway.api.openai.requests import (
 )
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.gateway.call import Account
+from nano_inference.gateway.serving.begun_calls import decode_record
 from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
 

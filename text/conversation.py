@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -86,6 +87,8 @@ def render_conversation(
             code="unsupported",
         )
     read = as_read_by(template, turns, placeholder)
+    if form is not None and form.call_ids:
+        read = with_call_ids(read, form.call_ids)
     rendered = partial(
         render,
         tokenizer,
@@ -233,6 +236,37 @@ def joined_turns(turns: Sequence[Turn]) -> list[Turn]:
         else:
             found.append(turn)
     return found
+
+
+def with_call_ids(turns: Iterable[Turn], syntax: str) -> list[Turn]:
+    """Return messages whose calls have ids as the model writes them: its own stay, others are made
+    of the name and the number of the call.
+
+    Args:
+        syntax: As in `MessageFormat.call_ids`.
+    """
+    found, ids, numbers = list[Turn](), dict[Any, str](), count()
+    for turn in turns:
+        if calls := turn.get("tool_calls"):
+            made = [
+                call | {"id": _own_id(call.get("id"), call["function"]["name"], number, syntax)}
+                for call, number in zip(calls, numbers, strict=False)
+            ]
+            ids = {call.get("id"): own["id"] for call, own in zip(calls, made, strict=True)}
+            found.append(turn | {"tool_calls": made})
+        elif turn.get("tool_call_id") in ids:
+            found.append(turn | {"tool_call_id": ids[turn["tool_call_id"]]})
+        else:
+            found.append(turn)
+    return found
+
+
+def _own_id(given: Any, name: str, number: int, syntax: str) -> str:
+    own = syntax.replace("{name}", name)
+    pattern = re.escape(own).replace(re.escape("{number}"), "[0-9]+")
+    if isinstance(given, str) and re.fullmatch(pattern, given) is not None:
+        return given
+    return own.replace("{number}", str(number))
 
 
 def _short_ids(turn: Turn) -> Turn:

@@ -40,28 +40,23 @@ class Conversation(NamedTuple):
         task: The last task; None without one.
         calls: Tool calls of the model since then.
         responses: Texts of the tool responses since then.
-        system: All system messages.
     """
 
     tools: list[dict[str, Any]]
     task: Task | None
     calls: list[dict[str, Any]]
     responses: list[str]
-    system: str
 
 
 def read_conversation(prompt: str) -> Conversation:
     """Read a prompt as the bundled template writes it."""
     segments = _SEGMENT.findall(prompt)
     tools: list[dict[str, Any]] = []
-    system = []
     for role, text in segments:
         if role not in ("user", "assistant"):
             start = text.rfind(_TOOLS) + len(_TOOLS) - 1
             if start >= len(_TOOLS) - 1:
                 tools = [json.loads(line) for line in text[start:].splitlines()]
-                text = text[:start]
-            system.append(text)
     task, calls, responses = None, [], []
     for role, text in segments:
         if role == "user":
@@ -70,4 +65,4 @@ def read_conversation(prompt: str) -> Conversation:
                 task, calls, responses = Task(*wishes[-1]), [], []
         elif role == "assistant":
             calls += map(json.loads, _CALL.findall(text))
-    return Conversation(tools, task, calls, responses, "\n".join(system))
+    return Conversation(tools, task, calls, responses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,14 +39,14 @@ def next_text(prompt: str, schema: Any = None) -> str:
     if schema is not None:
         return json.dumps(instance_of(json.loads(schema) if isinstance(schema, str) else schema))
     conversation = read_conversation(prompt)
-    if conversation.task is None:
-        return "A note."
-    if "SEARCH/REPLACE" in prompt:
-        return _edit_block(conversation.task)
-    return _next_call(conversation, conversation.task)
+    task = conversation.task
+    if task is not None and conversation.tools:
+        return _next_call(conversation, task, ends_by_shell=_SUBMITTED in prompt)
+    # Programs ask for a title of the conversation too, without tools.
+    return "A note." if task is None else _in_text(task, prompt)
 
 
-def _next_call(conversation: Conversation, task: Task) -> str:
+def _next_call(conversation: Conversation, task: Task, *, ends_by_shell: bool) -> str:
     turn = len(conversation.calls)
     if turn == 0:
         return _call(_write(conversation, task))
@@ -54,8 +55,8 @@ def _next_call(conversation: Conversation, task: Task) -> str:
     report = DONE + conversation.responses[-1][:_MOST_REPORTED]
     if turn == 2 and (ender := _found(conversation, _ENDERS)):
         return _call(_filled(ender, {_TEXTS: report}))
-    if turn == 2 and _SUBMITTED in conversation.system:
-        return _call(_by_shell(conversation, f"echo {_SUBMITTED}; cat {task.path}"))
+    if turn == 2 and ends_by_shell:
+        return _call(_by_shell(conversation, f"echo {_SUBMITTED}; echo {shlex.quote(report)}"))
     return report
 
 
@@ -169,7 +170,11 @@ _OF_KIND: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 }
 
 
-def _edit_block(task: Task) -> str:
-    """Aider's form of an edit: the file's whole text after an empty one."""
+def _in_text(task: Task, prompt: str) -> str:
+    """Edit in the text itself, as Aider's models do, and report a file that the prompt shows."""
     name = task.path.rpartition("/")[2]
-    return f"{name}\n```\n<<<<<<< SEARCH\n=======\n{task.text}\n>>>>>>> REPLACE\n```\n"
+    if shown := re.findall(rf"{re.escape(name)}\n```\n(\w+)\n```", prompt):
+        return DONE + str(shown[-1])
+    if "SEARCH/REPLACE" in prompt:
+        return f"{name}\n```\n<<<<<<< SEARCH\n=======\n{task.text}\n>>>>>>> REPLACE\n```\n"
+    return "A note."

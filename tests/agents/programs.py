@@ -1,0 +1,195 @@
+"""The programs that are tried: their versions, and how each is started without a terminal.
+
+In commands, variables and files, `$url` is the gateway's address, `$folder` an empty folder of the
+run, `$prompt` what is asked for, and `$here` the folder of our own programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any, Literal
+
+HERE = Path(__file__).parent / "by_library"
+MODEL = "scripted"
+NODE = ["node@24.21.0"]
+"""An interpreter of its own: most programs need a newer one than systems have."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of others.
+
+    Attributes:
+        registry: Where its packages come from.
+        packages: With the versions that are tried; the first is the program itself.
+        command: Its command line.
+        variables: Variables of its environment.
+        files: Files in its folder, by path.
+        probes: Beginnings of calls that may fail, such as "GET /favicon".
+    """
+
+    registry: Literal["npm", "pip"]
+    packages: list[str]
+    command: list[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    probes: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        return self.packages[0].replace("==", "@").rpartition("@")[2]
+
+    @property
+    def package(self) -> str:
+        return self.packages[0].replace("==", "@").rpartition("@")[0]
+
+    def filled(self, text: str, **values: str) -> str:
+        """Return a text of it with the run's values."""
+        return Template(text).substitute(here=str(HERE), model=MODEL, **values)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1)
+
+
+_CODEX_PROVIDER = '{name="here",base_url="$url/v1",wire_api="responses"}'
+
+# Of litellm: its table of prices comes with it.
+_OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+PROGRAMS = {
+    "codex": Program(
+        "npm",
+        ["@openai/codex@0.171.0"],
+        [
+            *("codex", "exec", "--skip-git-repo-check", "--json"),
+            *("--dangerously-bypass-approvals-and-sandbox", "-m", MODEL),
+            *("-c", "model_provider=here", "-c", f"model_providers.here={_CODEX_PROVIDER}"),
+            "$prompt",
+        ],
+        {"CODEX_HOME": "$folder/home"},
+    ),
+    "claude": Program(
+        "npm",
+        ["@anthropic-ai/claude-code@2.1.332"],
+        [
+            *("claude", "-p", "$prompt", "--output-format", "json"),
+            "--dangerously-skip-permissions",
+        ],
+        {
+            "ANTHROPIC_BASE_URL": "$url",
+            "ANTHROPIC_AUTH_TOKEN": "none",
+            "ANTHROPIC_MODEL": MODEL,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            # Otherwise it refuses to run as root without asking.
+            "IS_SANDBOX": "1",
+        },
+    ),
+    "opencode": Program(
+        "npm",
+        ["opencode-ai@1.18.33"],
+        ["opencode", "run", "-m", f"here/{MODEL}", "$prompt"],
+        {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"},
+        {
+            "opencode.json": _json(
+                {
+                    "provider": {
+                        "here": {
+                            "npm": "@ai-sdk/openai-compatible",
+                            "options": {"baseURL": "$url/v1", "apiKey": "none"},
+                            "models": {MODEL: {}},
+                        }
+                    },
+                    "permission": {"*": "allow"},
+                }
+            )
+        },
+    ),
+    "pi": Program(
+        "npm",
+        ["@earendil-works/pi-coding-agent@1.6.0"],
+        ["pi", "--provider", "here", "--model", MODEL, "-p", "$prompt"],
+        {},
+        {
+            "home/.pi/agent/models.json": _json(
+                {
+                    "providers": {
+                        "here": {
+                            "baseUrl": "$url/v1",
+                            "api": "openai-completions",
+                            "apiKey": "none",
+                            "models": [{"id": MODEL}],
+                        }
+                    }
+                }
+            )
+        },
+    ),
+    "qwen": Program(
+        "npm",
+        ["@qwen-code/qwen-code@0.24.4"],
+        ["qwen", "-p", "$prompt", "--yolo", "--auth-type", "openai"],
+        {
+            "OPENAI_BASE_URL": "$url/v1",
+            "OPENAI_API_KEY": "none",
+            "OPENAI_MODEL": MODEL,
+        },
+    ),
+    "continue": Program(
+        "npm",
+        ["@continuedev/cli@1.5.47"],
+        ["cn", "-p", "$prompt", "--config", "$folder/config.yaml", "--auto"],
+        {"CONTINUE_TELEMETRY_ENABLED": "0"},
+        {
+            "config.yaml": _json(
+                {
+                    "name": "here",
+                    "version": "1.0.0",
+                    "schema": "v1",
+                    "models": [
+                        {
+                            "name": MODEL,
+                            "provider": "openai",
+                            "model": MODEL,
+                            "apiBase": "$url/v1",
+                            "apiKey": "none",
+                            "roles": ["chat"],
+                            "capabilities": ["tool_use"],
+                        }
+                    ],
+                }
+            )
+        },
+    ),
+    "aider": Program(
+        "pip",
+        ["aider-chat==0.86.2"],
+        # Its turns are programs of their own; the later ones read what the first one wrote.
+        ["bash", "$folder/turns.sh", "$prompt", "$folder/note.txt"],
+        _OFFLINE | {"OPENAI_API_BASE": "$url/v1", "OPENAI_API_KEY": "none"},
+        {
+            "turns.sh": f"for turn in 1 2 3; do aider --model openai/{MODEL} --edit-format diff "
+            "--no-git --yes-always --no-check-update --no-show-model-warnings --analytics-disable "
+            '--restore-chat-history --message "$$1" "$$2" || exit; done\n'
+        },
+    ),
+    "mini": Program(
+        "pip",
+        ["mini-swe-agent==2.4.6"],
+        [
+            *("mini", "-m", f"openai/{MODEL}", "-t", "$prompt", "-y", "--exit-immediately"),
+            *("-c", "mini.yaml", "-c", "model.cost_tracking=ignore_errors"),
+        ],
+        {
+            "OPENAI_API_BASE": "$url/v1",
+            "OPENAI_API_KEY": "none",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            **_OFFLINE,
+        },
+    ),
+}

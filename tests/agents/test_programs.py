@@ -1,0 +1,102 @@
+"""Each program, in an environment of its own, writes and reads a file by its tools."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ..examples.environments import node_environment, python_environment
+from .conversations import Task
+from .programs import NODE, PROGRAMS, Program
+from .results import asks, result, write_result
+from .script import DONE
+from .scripted import ScriptedGateway, scripted_config
+
+LIMIT_S = 300
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+
+@pytest.fixture(scope="module")
+def install(soak: bool, pytestconfig: pytest.Config) -> Callable[[str], str]:
+    """Install a program; return the folders of its commands, for PATH."""
+    if not soak:
+        pytest.skip("installs packages; run it with --soak")
+    if shutil.which("npm") is None:
+        pytest.skip("there is no Node")
+    cache: pytest.Cache = pytestconfig.cache  # type: ignore[assignment]
+    folder = cache.mkdir("clients")
+
+    def installed(name: str) -> str:
+        program = PROGRAMS[name]
+        if program.registry == "pip":
+            return str(python_environment(f"agent_{name}", program.packages, folder))
+        found = [
+            node_environment(f"node_agent_{name}", program.packages, folder),
+            node_environment("node_itself", NODE, folder),
+        ]
+        return os.pathsep.join(str(each / "node_modules" / ".bin") for each in found)
+
+    return installed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_a_program_writes_and_reads_a_file(
+    name: str, install: Callable[[str], str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    path = await asyncio.to_thread(install, name)
+    program, task = PROGRAMS[name], Task("walnut", str(tmp_path / "note.txt"))
+    with scripted_config() as config:
+        gateway = ScriptedGateway(config)
+        async with gateway:
+            values = {"url": gateway.url, "folder": str(tmp_path), "prompt": task.prompt}
+            printed = await _run(program, values, path)
+    failed = [
+        call
+        for call in gateway.recorder.failed
+        if not f"{call.method} {call.path}".startswith(program.probes)
+    ]
+    assert not failed, failed
+    assert (tmp_path / "note.txt").read_text() == "walnut\n", printed
+    said = "".join(call.answer for call in gateway.recorder.calls if asks(call))
+    assert "walnut" in printed.partition(DONE)[2], printed + said
+    if pytestconfig.getoption("--write-docs"):
+        write_result(name, result(program, gateway.recorder))
+
+
+async def _run(program: Program, values: dict[str, str], path: str) -> str:
+    """Return what a program printed that ended well."""
+    folder = Path(values["folder"])
+    (folder / "home").mkdir()
+    for name, text in program.files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(program.filled(text, **values))
+    own = {name: program.filled(text, **values) for name, text in program.variables.items()}
+    # Nothing of the person's own settings and keys.
+    kept = {name: os.environ[name] for name in ("TMPDIR", "LANG") if name in os.environ}
+    kept |= {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "HOME": str(folder / "home")}
+    process = await asyncio.create_subprocess_exec(
+        *(program.filled(each, **values) for each in program.command),
+        cwd=folder,
+        env=kept | {"NO_COLOR": "1", "CI": "1"} | own,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            printed = (await process.communicate())[0].decode(errors="replace")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, printed
+    return printed

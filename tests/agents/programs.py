@@ -30,6 +30,7 @@ class Program:
         variables: Variables of its environment.
         files: Files in its folder, by path.
         probes: Beginnings of calls that may fail, such as "GET /favicon".
+        own: Whether it is a program of ours with its packages, rather than theirs.
     """
 
     registry: Literal["npm", "pip"]
@@ -38,6 +39,7 @@ class Program:
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     probes: tuple[str, ...] = ()
+    own: bool = False
 
     @property
     def version(self) -> str:
@@ -60,6 +62,22 @@ _CODEX_PROVIDER = '{name="here",base_url="$url/v1",wire_api="responses"}'
 
 # Of litellm: its table of prices comes with it.
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+def _in_python(script: str, *packages: str) -> Program:
+    """A program of our own with a library of Python."""
+    variables = {"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "none", **_OFFLINE}
+    return Program(
+        "pip", [*packages], ["python", f"$here/{script}", "$url", "$prompt"], variables, own=True
+    )
+
+
+def _in_node(script: str, *packages: str) -> Program:
+    """A program of our own with libraries of Node, beside which it is put."""
+    command = ["node", f"$folder/{script}", "$url", "$prompt", packages[0].rpartition("@")[0]]
+    variables = {"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "none"}
+    return Program("npm", [*packages], command, variables, own=True)
+
 
 PROGRAMS = {
     "codex": Program(
@@ -165,6 +183,33 @@ PROGRAMS = {
             )
         },
     ),
+    "cline": Program(
+        "npm",
+        ["cline@3.0.65"],
+        ["cline", "$prompt"],
+        {},
+        {
+            "home/.cline/data/settings/providers.json": _json(
+                {
+                    "version": 1,
+                    "lastUsedProvider": "openai-compatible",
+                    "modes": {},
+                    "providers": {
+                        "openai-compatible": {
+                            "settings": {
+                                "provider": "openai-compatible",
+                                "apiKey": "none",
+                                "model": MODEL,
+                                "baseUrl": "$url/v1",
+                            },
+                            "updatedAt": "2026-01-01T00:00:00.000Z",
+                            "tokenSource": "manual",
+                        }
+                    },
+                }
+            )
+        },
+    ),
     "aider": Program(
         "pip",
         ["aider-chat==0.86.2"],
@@ -192,4 +237,22 @@ PROGRAMS = {
             **_OFFLINE,
         },
     ),
+    "openai-agents-js": _in_node("openai_agents.mjs", "@openai/agents@0.20.0", "zod@4.6.7"),
+    "ai-openai": _in_node("ai.mjs", "@ai-sdk/openai@4.0.118", "ai@7.0.173", "zod@4.6.7"),
+    "ai-openai-compatible": _in_node(
+        "ai.mjs", "@ai-sdk/openai-compatible@3.0.92", "ai@7.0.173", "zod@4.6.7"
+    ),
+    "ai-anthropic": _in_node("ai.mjs", "@ai-sdk/anthropic@4.0.105", "ai@7.0.173", "zod@4.6.7"),
+    "openai-agents": _in_python("openai_agents.py", "openai-agents==0.24.0"),
+    "langgraph": _in_python(
+        "langgraph_agent.py", "langgraph==1.2.24", "langchain==1.5.2", "langchain-openai==1.7.3"
+    ),
+    "litellm": _in_python("litellm_proxy.py", "litellm[proxy]==1.105.0", "openai==2.54.0"),
+    "crewai": _in_python("crewai_agent.py", "crewai==1.15.30", "litellm==1.105.0"),
+    "google-adk": _in_python("google_adk.py", "google-adk==2.13.0", "litellm==1.105.0"),
+    "strands": _in_python("strands_agent.py", "strands-agents[openai]==1.62.0"),
+    "haystack": _in_python("haystack_agent.py", "haystack-ai==3.4.1"),
+    "dspy": _in_python("dspy_agent.py", "dspy==3.4.1"),
+    "instructor": _in_python("instructor_turns.py", "instructor==1.17.0", "openai==3.3.0"),
+    "outlines": _in_python("outlines_turns.py", "outlines[openai]==1.3.3", "openai"),
 }

@@ -36,10 +36,11 @@ def next_text(prompt: str, schema: Any = None) -> str:
         prompt: The rendered conversation.
         schema: JSON schema of the answer; None for any text.
     """
-    if schema is not None:
-        return json.dumps(instance_of(json.loads(schema) if isinstance(schema, str) else schema))
     conversation = read_conversation(prompt)
     task = conversation.task
+    if schema is not None:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        return json.dumps(_by_schema(schema, task, prompt))
     if task is not None and conversation.tools:
         return _next_call(conversation, task, ends_by_shell=_SUBMITTED in prompt)
     # Programs ask for a title of the conversation too, without tools.
@@ -170,11 +171,42 @@ _OF_KIND: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 }
 
 
+def _by_schema(schema: dict[str, Any], task: Task | None, prompt: str) -> Any:
+    """Return an instance of a schema of the answer: of a file to write or read, or of a report."""
+    made = instance_of(schema)
+    if task is None or not isinstance(made, dict):
+        return made
+    shown = re.findall(r"<shown>(\w+)", prompt)
+    for name in made:
+        if re.fullmatch(_PATHS, name, re.I):
+            made[name] = task.path
+        elif re.fullmatch(_TEXTS, name, re.I):
+            made[name] = DONE + shown[-1] if shown else f"{task.text}\n"
+    return made
+
+
 def _in_text(task: Task, prompt: str) -> str:
-    """Edit in the text itself, as Aider's models do, and report a file that the prompt shows."""
+    """Act in the text itself: by edits, as Aider's models do, or by fields, as DSPy's do."""
+    if "[[ ## " in prompt:
+        return _in_fields(task, prompt)
     name = task.path.rpartition("/")[2]
     if shown := re.findall(rf"{re.escape(name)}\n```\n(\w+)\n```", prompt):
         return DONE + str(shown[-1])
     if "SEARCH/REPLACE" in prompt:
         return f"{name}\n```\n<<<<<<< SEARCH\n=======\n{task.text}\n>>>>>>> REPLACE\n```\n"
     return "A note."
+
+
+def _in_fields(task: Task, prompt: str) -> str:
+    seen = re.findall(r"\[\[ ## observation_\d ## \]\]\n(\w+)", prompt)
+    report = DONE + "".join(seen[1:2])
+    fields = {"reasoning": "It is done.", "answer": report}
+    if "[[ ## next_tool_name ## ]]" in prompt:
+        written = {"path": task.path, "content": f"{task.text}\n"}
+        turns = [("write_file", written), ("read_file", {"path": task.path}), ("finish", {})]
+        name, arguments = turns[min(len(seen), 2)]
+        fields = {"next_thought": "Next.", "next_tool_name": name}
+        fields["next_tool_args"] = json.dumps(arguments)
+    return "".join(
+        f"[[ ## {name} ## ]]\n{text}\n\n" for name, text in (fields | {"completed": ""}).items()
+    )

@@ -14,7 +14,7 @@ import pytest
 
 from ..examples.environments import node_environment, python_environment
 from .conversations import Task
-from .programs import NODE, PROGRAMS, Program
+from .programs import HERE, NODE, PROGRAMS, Program
 from .results import asks, result, write_result
 from .script import DONE
 from .scripted import ScriptedGateway, scripted_config
@@ -79,6 +79,11 @@ async def _run(program: Program, values: dict[str, str], path: str) -> str:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(program.filled(text, **values))
+    if program.own and program.registry == "npm":
+        # A program of Node finds packages from where it lies.
+        (folder / "node_modules").symlink_to(Path(path.partition(os.pathsep)[0]).parent)
+        for file in HERE.glob("*.mjs"):
+            shutil.copy(file, folder)
     own = {name: program.filled(text, **values) for name, text in program.variables.items()}
     # Nothing of the person's own settings and keys.
     kept = {name: os.environ[name] for name in ("TMPDIR", "LANG") if name in os.environ}
@@ -96,7 +101,15 @@ async def _run(program: Program, values: dict[str, str], path: str) -> str:
         async with asyncio.timeout(LIMIT_S):
             printed = (await process.communicate())[0].decode(errors="replace")
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_all_of(folder / "home")
     assert process.returncode == 0, printed
     return printed
+
+
+def _kill_all_of(home: Path) -> None:
+    """Kill what was started with this home, daemons too, which have left the process group."""
+    mark = f"HOME={home}\0".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)

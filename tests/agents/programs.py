@@ -64,6 +64,40 @@ _CODEX_PROVIDER = '{name="here",base_url="$url/v1",wire_api="responses"}'
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
+def _tool(name: str, *parameters: str) -> dict[str, Any]:
+    properties = {each: {"type": "string"} for each in parameters}
+    schema = {"type": "object", "properties": properties, "required": [*parameters]}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def _evaluated() -> str:
+    """Settings of Promptfoo: three tests, each a turn."""
+    provider = {
+        "apiBaseUrl": "$url/v1",
+        "apiKey": "none",
+        "tools": [_tool("write_file", "path", "content"), _tool("read_file", "path")],
+        "functionToolCallbacks": {
+            "write_file": "file://promptfoo.cjs:writeFile",
+            "read_file": "file://promptfoo.cjs:readFile",
+        },
+    }
+    wanted = ["written", "walnut", "The tool returned: walnut"]
+    tests = [
+        {
+            "vars": {"wish": "$prompt", "path": "$folder/note.txt", "turn": turn},
+            "assert": [{"type": "contains", "value": text}],
+        }
+        for turn, text in enumerate(wanted)
+    ]
+    return _json(
+        {
+            "prompts": ["file://promptfoo.cjs:prompt"],
+            "providers": [{"id": f"openai:chat:{MODEL}", "config": provider}],
+            "tests": tests,
+        }
+    )
+
+
 def _in_python(script: str, *packages: str) -> Program:
     """A program of our own with a library of Python."""
     variables = {"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "none", **_OFFLINE}
@@ -255,4 +289,25 @@ PROGRAMS = {
     "dspy": _in_python("dspy_agent.py", "dspy==3.4.1"),
     "instructor": _in_python("instructor_turns.py", "instructor==1.17.0", "openai==3.3.0"),
     "outlines": _in_python("outlines_turns.py", "outlines[openai]==1.3.3", "openai"),
+    "promptfoo": Program(
+        "npm",
+        ["promptfoo@0.123.1"],
+        [
+            *("promptfoo", "eval", "-c", "promptfooconfig.json", "-j", "1", "--no-cache"),
+            *("--no-progress-bar", "--no-write", "--table-cell-max-length", "999"),
+        ],
+        {
+            "PROMPTFOO_DISABLE_TELEMETRY": "1",
+            "PROMPTFOO_DISABLE_UPDATE": "1",
+            "PROMPTFOO_SELF_HOSTED": "1",
+        },
+        {"promptfooconfig.json": _evaluated()},
+        own=True,
+    ),
+    "ollama-python": Program(
+        "pip",
+        ["ollama==0.6.3"],
+        ["python", "$here/ollama_chat.py", "$url", "$prompt"],
+    ),
+    "ollama-js": _in_node("ollama_chat.mjs", "ollama@0.6.4"),
 }

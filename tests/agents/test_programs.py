@@ -82,7 +82,7 @@ async def _run(program: Program, values: dict[str, str], path: str) -> str:
     if program.own and program.registry == "npm":
         # A program of Node finds packages from where it lies.
         (folder / "node_modules").symlink_to(Path(path.partition(os.pathsep)[0]).parent)
-        for file in HERE.glob("*.mjs"):
+        for file in HERE.glob("*.?js"):
             shutil.copy(file, folder)
     own = {name: program.filled(text, **values) for name, text in program.variables.items()}
     # Nothing of the person's own settings and keys.

@@ -40,7 +40,7 @@ def main(url: str, prompt: str) -> None:
             model="scripted", response_model=kind, messages=history, max_retries=1
         )
         message = answer.choices[0].message
-        history.append(message.model_dump(exclude_none=True))
+        history.append(message.model_dump())
         return made, message.tool_calls[0].id
 
     written, call = turn(WriteFile)

@@ -99,7 +99,10 @@ def wait_until_ready(proxy: str, process: subprocess.Popen[bytes]) -> None:
 
 def main(url: str, prompt: str) -> None:
     params = {"model": "openai/scripted", "api_base": f"{url}/v1", "api_key": "none"}
-    settings = {"model_list": [{"model_name": "scripted", "litellm_params": params}]}
+    settings = {
+        "model_list": [{"model_name": "scripted", "litellm_params": params}],
+        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
+    }
     Path("proxy.yaml").write_text(json.dumps(settings))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -13,6 +13,7 @@ from .conversations import Conversation, Task, read_conversation
 DONE = "The tool returned: "
 """Beginning of the last answer, before the text of the tool's response."""
 
+_THOUGHT = "The script goes on.\n</think>\n\n"
 _MOST_REPORTED = 400
 _WRITERS = r"write|write_?file|write_?to_?file|create_?file|create_?new_?file|writer"
 _READERS = r"read|read_?file|read_?files|view|view_?file|open_?file"
@@ -36,15 +37,17 @@ def next_text(prompt: str, schema: Any = None) -> str:
         prompt: The rendered conversation.
         schema: JSON schema of the answer; None for any text.
     """
+    thought = _THOUGHT if prompt.endswith("<think>\n") else ""
     conversation = read_conversation(prompt)
     task = conversation.task
     if schema is not None:
         schema = json.loads(schema) if isinstance(schema, str) else schema
-        return json.dumps(_by_schema(schema, task, prompt))
+        return thought + json.dumps(_by_schema(schema, task, prompt))
     if task is not None and conversation.tools:
-        return _next_call(conversation, task, ends_by_shell=_SUBMITTED in prompt)
+        ends_by_shell = _SUBMITTED in prompt
+        return thought + _next_call(conversation, task, ends_by_shell=ends_by_shell)
     # Programs ask for a title of the conversation too, without tools.
-    return "A note." if task is None else _in_text(task, prompt)
+    return thought + ("A note." if task is None else _in_text(task, prompt))
 
 
 def _next_call(conversation: Conversation, task: Task, *, ends_by_shell: bool) -> str:

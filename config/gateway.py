@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from .base import NonNegativeInt, Port, PositiveInt, Range, Seconds, Section
 
+UnknownFields = Literal["refuse", "ignore"]
+
 
 class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     """The HTTP and gRPC servers in front of the bus.
@@ -50,6 +52,9 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             a file with one.
         reasoning_field: Name of the reasoning in OpenAI chat answers: `reasoning_content` (SGLang,
             Transformers) or `reasoning` (vLLM). Both are accepted in messages.
+        unknown_fields: Whether a field of a body that nothing here reads, by any name, is an error
+            ("refuse") or left out ("ignore"). Within messages, tools and metadata it is always left
+            out. The header `X-Ignored-Fields` names what was left out (docs/compatibility.md).
         template_timeout_s: CPU time limit of the chat template for one conversation.
         allowed_hosts: Host names of the gateway, without a port, besides addresses, "localhost",
             `host` and the machine's name.
@@ -105,6 +110,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     comment_s: Seconds = 15.0
     message_format: str = "auto"
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
+    unknown_fields: UnknownFields = "refuse"
     template_timeout_s: Seconds = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

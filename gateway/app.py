@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import BaseRoute
 
-from ..config import Config, NanoInferenceError
+from ..config import Config, GatewayConfig, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..store.calls import DurableCall
 from ..telemetry import instruments
@@ -80,10 +80,17 @@ class Application(Starlette):
 
     Attributes:
         chain: The policy chain of every call.
+        unknown_fields: As the setting.
     """
 
-    def __init__(self, routes: Sequence[BaseRoute], chain: PolicyChain, measures: Measures) -> None:
-        self.chain = chain
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute],
+        chain: PolicyChain,
+        measures: Measures,
+        config: GatewayConfig,
+    ) -> None:
+        self.chain, self.unknown_fields = chain, config.unknown_fields
         answer = error_handler(self.respond)
         kserve = (kserve_http.is_called, kserve_http.takes_compressed)
         super().__init__(
@@ -149,7 +156,7 @@ class GatewayApp(Application):
             own += console_routes(config, self.feed, log, kserve.readiness, services)
         own += dead_letter_routes(client, policy.audit)
         own += operation_routes(client, config, kserve.readiness, policy.audit)
-        super().__init__([*own, *routes], chain, measures)
+        super().__init__([*own, *routes], chain, measures, config.gateway)
         self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls
         orphans = partial(watch_orphans, client.bus.store.calls, config, durable_calls, owner_of)
         self.background: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {

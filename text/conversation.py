@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ..config import FieldError, field_error, field_name, shown
+from ..config import FieldError, RequestError, field_error, field_name, shown
 from .chat_template import Run, render, template_of
 from .messages import MessageFormat, Tool, opening_of
 from .template_process import render_template
@@ -72,7 +73,8 @@ def render_conversation(
     Raises:
         FieldError: unsupported: the template reads no tools, or no such variable;
             images_not_supported.
-        RequestError: As `render`.
+        RequestError: As `render`; messages of one role that follow each other are joined where the
+            template refuses them.
     """
     known = tools_read(tools)
     template = template_of(tokenizer, known)
@@ -84,15 +86,25 @@ def render_conversation(
             "that was trained to call them",
             code="unsupported",
         )
-    text = render(
+    read = as_read_by(template, turns, placeholder)
+    if form is not None and form.call_ids:
+        read = with_call_ids(read, form.call_ids)
+    rendered = partial(
+        render,
         tokenizer,
-        as_read_by(template, turns, placeholder),
         tools=known,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         variables=variables,
         run=run,
     )
+    try:
+        text = rendered(read)
+    except RequestError as error:
+        alternating = joined_turns(read)
+        if error.code != "invalid_messages" or len(alternating) == len(read):
+            raise
+        text = rendered(alternating)
     begun = add_generation_prompt or continue_final_message
     return RenderedConversation(text, opening_of(form, text) if form and begun else "")
 
@@ -208,6 +220,53 @@ def as_read_by(template: str, turns: Iterable[Turn], placeholder: str | None) ->
         if "content" in turn:
             turn["content"] = _content(template, turn["content"], placeholder, place)
     return found
+
+
+def joined_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Return messages of which those of one role that follow each other are one, with an empty line
+    between their texts. Calls and their results stay apart."""
+    found: list[Turn] = []
+    for turn in turns:
+        last = found[-1] if found else {}
+        if all(each.keys() == {"role", "content"} for each in (last, turn)) and (
+            last["role"] == turn["role"] and type(last["content"]) is type(turn["content"])
+        ):
+            between: Any = "\n\n" if isinstance(turn["content"], str) else []
+            found[-1] = last | {"content": last["content"] + between + turn["content"]}
+        else:
+            found.append(turn)
+    return found
+
+
+def with_call_ids(turns: Iterable[Turn], syntax: str) -> list[Turn]:
+    """Return messages whose calls have ids as the model writes them: its own stay, others are made
+    of the name and the number of the call.
+
+    Args:
+        syntax: As in `MessageFormat.call_ids`.
+    """
+    found, ids, numbers = list[Turn](), dict[Any, str](), count()
+    for turn in turns:
+        if calls := turn.get("tool_calls"):
+            made = [
+                call | {"id": _own_id(call.get("id"), call["function"]["name"], number, syntax)}
+                for call, number in zip(calls, numbers, strict=False)
+            ]
+            ids = {call.get("id"): own["id"] for call, own in zip(calls, made, strict=True)}
+            found.append(turn | {"tool_calls": made})
+        elif turn.get("tool_call_id") in ids:
+            found.append(turn | {"tool_call_id": ids[turn["tool_call_id"]]})
+        else:
+            found.append(turn)
+    return found
+
+
+def _own_id(given: Any, name: str, number: int, syntax: str) -> str:
+    own = syntax.replace("{name}", name)
+    pattern = re.escape(own).replace(re.escape("{number}"), "[0-9]+")
+    if isinstance(given, str) and re.fullmatch(pattern, given) is not None:
+        return given
+    return own.replace("{number}", str(number))
 
 
 def _short_ids(turn: Turn) -> Turn:

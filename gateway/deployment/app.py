@@ -93,7 +93,8 @@ class DeploymentApp(GatewayApp):
         own.kserve.service.statistics = self.kserve.service.statistics
         own.responses.conversation_of = partial(_conversation, self.models, own)
         routes = [*probe_routes(readiness), *own.routes]
-        return ModelApp(record, client, own, Application(routes, own.chain, self._measures))
+        app = Application(routes, own.chain, self._measures, config.gateway)
+        return ModelApp(record, client, own, app)
 
 
 async def _conversation(

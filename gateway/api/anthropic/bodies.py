@@ -15,14 +15,17 @@ from ...serving.tools import DirectCaller
 Role = Literal["user", "assistant", "system"]
 Blocks = list[dict[str, Any]]
 
-_CACHE_MARK = frozenset({"cache_control"})
+_CACHE_MARK = {"cache_control": "prefixes are found without it"}
 _ONE_SPEED = "there is one; `priority` says more"
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool of the caller's."""
 
-    NEUTRAL: ClassVar = _CACHE_MARK | {"eager_input_streaming"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = _CACHE_MARK | {
+        "eager_input_streaming": "a call is sent when it is complete"
+    }
 
     name: str
     input_schema: dict[str, Any]
@@ -63,7 +66,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     """`/v1/messages/count_tokens`: the fields of which a prompt is made."""
 
-    NEUTRAL: ClassVar = _CACHE_MARK | {"output_format"}
+    NEUTRAL: ClassVar = _CACHE_MARK | {"output_format": "it does not change the prompt"}
     REFUSED: ClassVar = {
         "context_management": RefusedField("prompts are taken whole"),
         "mcp_servers": RefusedField("nothing is called from here"),
@@ -84,7 +87,9 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`/v1/messages`."""
 
     SAMPLING: ClassVar = ANTHROPIC
-    NEUTRAL: ClassVar = _CACHE_MARK | {"metadata"}
+    NEUTRAL: ClassVar = _CACHE_MARK | {
+        "metadata": "the key, or without keys the header `X-Tenant`, says whose a request is"
+    }
     REFUSED: ClassVar = CountBody.REFUSED | {
         "container": RefusedField("nothing is executed"),
         "diagnostics": RefusedField("nothing is compared with former calls"),
@@ -106,6 +111,8 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
 class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A message."""
 
+    OPEN: ClassVar = True
+
     role: Role
     content: str | Blocks
 
@@ -113,6 +120,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A block of text."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = _CACHE_MARK
 
     type: Literal["text"]
@@ -122,7 +130,8 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
 class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     """An image in base64. Its content decides the format, not the declared type."""
 
-    NEUTRAL: ClassVar = frozenset({"media_type"})
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = {"media_type": "the file's content decides"}
 
     type: Literal["base64"]
     data: str
@@ -131,6 +140,8 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
 class ImageAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An image by URL."""
 
+    OPEN: ClassVar = True
+
     type: Literal["url"]
     url: str
 
@@ -138,6 +149,7 @@ class ImageAddress(msgspec.Struct, frozen=True, kw_only=True):
 class ImageBlock(msgspec.Struct, frozen=True, kw_only=True):
     """An image."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = _CACHE_MARK
 
     type: Literal["image"]
@@ -147,6 +159,8 @@ class ImageBlock(msgspec.Struct, frozen=True, kw_only=True):
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's thinking. The signature is ignored: clients may write such blocks."""
 
+    OPEN: ClassVar = True
+
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
@@ -155,6 +169,8 @@ class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
 class RedactedThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
     """Thinking in a form that only Anthropic reads."""
 
+    OPEN: ClassVar = True
+
     type: Literal["redacted_thinking"]
     data: str = ""
 
@@ -162,6 +178,7 @@ class RedactedThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
 class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = _CACHE_MARK
 
     type: Literal["tool_use"]
@@ -174,6 +191,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
 class ToolResultBlock(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a tool call."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = _CACHE_MARK
 
     type: Literal["tool_result"]

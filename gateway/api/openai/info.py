@@ -155,7 +155,7 @@ class ModelInfoCalls:
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True):
-    """LoadLoRAAdapterRequest; `in_flight` is not vLLM's."""
+    """`/v1/load_lora_adapter`: as vLLM's; `in_flight` is not vLLM's."""
 
     lora_name: str
     lora_path: str
@@ -164,7 +164,7 @@ class LoadAdapterBody(msgspec.Struct, frozen=True):
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True):
-    """UnloadLoRAAdapterRequest; `in_flight` is not vLLM's."""
+    """`/v1/unload_lora_adapter`: as vLLM's; `in_flight` is not vLLM's."""
 
     lora_name: str
     lora_int_id: int | None = None

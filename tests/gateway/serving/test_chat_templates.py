@@ -25,6 +25,7 @@ from nano_inference.gateway.serving.chat_templates import (
     reasoning_variables,
 )
 from nano_inference.gateway.serving.tokenizer import LazyTokenizer
+from nano_inference.text.chat_template import TemplateWorkers
 from nano_inference.text.messages import Tool
 
 from ..fake import FakeEngine, app_of
@@ -66,7 +67,8 @@ class Model:
         if template is not None:
             path.write_text(template)
         self.tokenizer = LazyTokenizer(self.folder)
-        return ChatTemplates(self.tokenizer, _length, timeout_s, capacity())
+        workers = TemplateWorkers(chat_templates.AT_ONCE, timeout_s)
+        return ChatTemplates(self.tokenizer, _length, workers, capacity())
 
     async def text(self, template: str, conversation: Conversation) -> str:
         found = (await self.with_template(template).render(conversation, TENANT)).token_ids
@@ -104,6 +106,23 @@ async def test_a_conversation_without_a_template_is_refused(model: Model) -> Non
 )
 async def test_a_template_that_fails(model: Model, template: str, code: str) -> None:
     assert await refused(model.with_template(template)) == code
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}({{ m.content }}){% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [(ALTERNATING, "(hello\n\nhello)"), (ALTERNATING[:23] + "({{ m.content }}){% endfor %}", "")],
+)
+async def test_messages_of_one_role_are_joined_only_for_a_template_that_refuses_them(
+    model: Model, template: str, text: str
+) -> None:
+    found = await model.text(template, Conversation(turns=HELLO * 2))
+    assert found == (text or "(hello)(hello)")
 
 
 @pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO, SLOW_C_CALL])
@@ -200,7 +219,9 @@ async def test_the_opening_of_the_answer_is_returned(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    templates = ChatTemplates(LazyTokenizer(model.folder, "qwen"), _length, LIMIT_S, capacity())
+    workers = TemplateWorkers(chat_templates.AT_ONCE, LIMIT_S)
+    lazy = LazyTokenizer(model.folder, "qwen")
+    templates = ChatTemplates(lazy, _length, workers, capacity())
     rendered = await templates.render(
         Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
     )

@@ -113,9 +113,9 @@ def other_names(rng: random.Random, interfaces: Interfaces) -> Case:
             body[name] = rng.choice(("b", ["b"], {"b": 1}, 7))
             wanted = refusal(interface, UNSUPPORTED)
         case 1:
-            body[rng.choice((*interface.harmless, "colour", "\x00", "é"))] = None
-        case 2 if interface.harmless:
-            body[rng.choice(interface.harmless)] = rng.choice(("b", {"b": [1]}, True))
+            body[rng.choice((*interface.neutral, "colour", "\x00", "é"))] = None
+        case 2 if interface.neutral:
+            body[rng.choice(interface.neutral)] = rng.choice(("b", {"b": [1]}, True))
         case 2 | 3 if rng.random() < 0.5 and interface.needed:
             name, code = rng.choice(interface.needed)
             del body[name]

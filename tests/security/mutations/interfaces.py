@@ -32,8 +32,6 @@ UNKNOWN_PARTS: tuple[Any, ...] = (
         for kind in ("image_url", "audio", "", 1, None, [], {})
     ),
     [{"role": "user", "content": [{}]}],
-    [{"role": "user", "content": "a", "colour": "red"}],
-    [{"role": "user", "content": "a", "\x00": [1]}],
 )
 
 
@@ -68,7 +66,7 @@ class Interface(NamedTuple):
         within: Names the object of which are `sampling`; else they are of the body itself.
         sampling: Fields that are mutated, too.
         unsupported: Fields that are refused unless they ask for nothing.
-        harmless: Fields that change nothing.
+        neutral: Fields that change nothing.
         needed: By name, what a body without that field is answered with.
         last: As `Wanted.last`, of its streams.
         method: By which it is called; `others` are those of other endpoints at its path.
@@ -82,7 +80,7 @@ class Interface(NamedTuple):
     within: str = ""
     sampling: tuple[Field, ...] = ()
     unsupported: tuple[str, ...] = ()
-    harmless: tuple[str, ...] = ()
+    neutral: tuple[str, ...] = ()
     needed: tuple[tuple[str, str], ...] = ()
     last: str = "data: [DONE]"
     method: bytes = b"POST"
@@ -172,8 +170,8 @@ LENGTH = integer("max_tokens", (1, 3, 10**6, 2**62, None), (4,), (-1, -(2**63)),
 LOGPROBS = integer("logprobs", (1, 20), (0, None), (-1, 21, 2**62))
 STREAM = flag("stream", "stream")
 OPTIONS = Field(
-    *("stream_options", (), (None,)),
-    (1, "a", [], {"include_usage": "a"}, {}, {"include_usage": True}),
+    *("stream_options", (), (None, {}, {"include_usage": True}, {"include_obfuscation": 1})),
+    (1, "a", [], {"include_usage": "a"}),
     *(({"x": 1},), refused("unsupported"), "stream"),
 )
 KWARGS = Field(
@@ -181,9 +179,16 @@ KWARGS = Field(
     ({"a": 1}, {"tokenize": True}, {"": 1}, {"messages'": DEEP}),
     refused("unsupported"),
 )
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "98 + 25 ="}]}]
+PARTS: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "98 + 25 ="}]}]
 TALK = [*HELLO, {"role": "assistant", "content": "é\U0001f600"}, {"role": "user", "content": "b"}]
-TALKS = Field("messages", (TALK,), (PARTS,), BAD_TALKS, UNKNOWN_PARTS, refused("unsupported"))
+# Unknown fields within messages are neutral.
+MARKED: tuple[Any, ...] = (
+    [HELLO[0] | {"colour": "red", "\x00": [1], "é\n": DEEP}],
+    [PARTS[0] | {"content": [PARTS[0]["content"][0] | {"": {}, "__class__": True}]}],
+)
+TALKS = Field(
+    "messages", (TALK,), (PARTS, *MARKED), BAD_TALKS, UNKNOWN_PARTS, refused("unsupported")
+)
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 LONG = "x" * 900_000
@@ -200,7 +205,7 @@ NO_PREDICTION: tuple[Any, ...] = (
 )
 UNKNOWN_IN_PREDICTION: tuple[Any, ...] = (
     {"type": "content", "content": "a", "more": 1},
-    {"type": "content", "content": [{"type": "text", "text": "a", "more": 1}]},
+    {"type": "content", "content": "a", "\x00": [1]},
 )
 IDS_OUTSIDE: tuple[Any, ...] = ([-1], [1, 10**6], [2**63 - 1], [768])
 TOOLS = ("tools", "response_format", "functions", "structured_outputs", "audio")
@@ -242,7 +247,7 @@ COMPLETIONS = Interface(
         Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
     unsupported=(*TOOLS[1:2], "suffix", "best_of", "guided_json", "use_beam_search"),
-    harmless=("user", "metadata", "prompt_cache_key", "safety_identifier"),
+    neutral=("user", "metadata", "prompt_cache_key", "safety_identifier"),
     needed=(("prompt", "empty_prompt"),),
 )
 CHAT = Interface(
@@ -252,7 +257,7 @@ CHAT = Interface(
         *(OPENAI_MODEL, TALKS, LENGTH, N, STREAM, OPTIONS, KWARGS, *COMMON, *SAMPLERS),
         *(flag("return_token_ids"), flag("logprobs", "top"), flag("return_weight_versions")),
         Field("top_logprobs", (), (0, None), (*INT, 1, 5), group="top"),
-        Field("max_completion_tokens", (), (4, None), (*INT, 5), group="length"),
+        Field("max_completion_tokens", (), (4, 5, None), INT, group="length"),
         Field("messages", (), (), ([],), group="messages"),
         Field("tools", (), ([], None), (1, "a", {}, True, [1], ["a"]), BAD_TOOLS, NO_TOOL),
         Field("tool_choice", (), ("none", "auto", None), (1, True, [], "", {}, "a"), BAD_CHOICES),
@@ -263,8 +268,11 @@ CHAT = Interface(
         Field("thinking_token_budget", (), (None,), (*INT, -1), (0, 5), NONE),
         Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
-    unsupported=("functions", "audio", "store", "documents", "web_search_options"),
-    harmless=("user", "metadata", "prompt_cache_key"),
+    unsupported=("functions", "audio", "documents", "extra_body", "moderation"),
+    neutral=(
+        *("user", "metadata", "prompt_cache_key", "client_metadata", "service_tier", "store"),
+        *("verbosity", "web_search_options"),
+    ),
     needed=(("messages", "invalid_request"),),
 )
 NO_RESPONSE = refused("previous_response_not_found")
@@ -291,7 +299,7 @@ RESPONSES = Interface(
         Field("top_logprobs", (), (0, None), (*INT, 1, 5)),
     ),
     unsupported=(*TOOLS[:1], "conversation", "prompt", "truncation"),
-    harmless=("user", "prompt_cache_key", "parallel_tool_calls"),
+    neutral=("user", "prompt_cache_key", "parallel_tool_calls"),
     needed=(("input", "invalid_request"),),
     last="event: response.incomplete",
 )
@@ -335,7 +343,7 @@ SGLANG = Interface(
         MIN_TOKENS._replace(name="min_new_tokens", outside=(-1, 999)),
     ),
     unsupported=("lora_path", "image_data", "session_params", "return_hidden_states"),
-    harmless=("background", "log_metrics", "routing_key", "custom_labels"),
+    neutral=("background", "log_metrics", "routing_key", "custom_labels"),
     needed=(("text", "invalid_prompt"),),
 )
 SEQUENCES = Field("stop_sequences", (["x"], ["a", "b"]), ([], [""], None), (*TEXTS, "", "x"))
@@ -355,7 +363,7 @@ MESSAGES = Interface(
     ),
     shape="anthropic",
     unsupported=("tools", "mcp_servers", "container", "thinking", "output_format"),
-    harmless=("metadata", "cache_control"),
+    neutral=("metadata", "cache_control"),
     needed=(("messages", "invalid_request"), ("max_tokens", "invalid_request")),
     last="event: message_stop",
 )
@@ -365,7 +373,7 @@ COUNT = Interface(
     (MODEL._replace(refusals=refused("unknown_model", 404)), TALKS, KWARGS),
     shape="anthropic",
     unsupported=("tools", "mcp_servers", "max_tokens", "colour"),
-    harmless=("cache_control",),
+    neutral=("cache_control",),
     needed=(("messages", "invalid_request"),),
 )
 TOKENIZE = Interface(

@@ -11,24 +11,26 @@ import msgspec
 from .....config import shown
 from ....server.http import field_error
 from ....serving.chat_templates import Turn
-from ....serving.fields import read_part
+from ....serving.fields import RefusedField, read_part
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
-from ..messages import arguments_of, content_of, turn_of
+from ..messages import THOUGHTS, arguments_of, content_of, turn_of
 
 Item = dict[str, Any]
 """An id and a type, with the fields of a message (its content is a list of parts), of a function
 call, of its output, or of the reasoning of a turn."""
 
 _LONGEST_ID = 128
-_LEFT_OUT = frozenset({"id", "status", "phase", "type"})
-"""Fields of an item of an answer that chat templates ignore."""
+_LEFT_OUT = dict.fromkeys(("id", "status", "phase", "type"), "chat templates read none")
+"""Fields of an item of an answer."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call by the model."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = _LEFT_OUT
+    REFUSED: ClassVar = {"namespace": RefusedField("functions have no namespaces")}
 
     call_id: str
     name: str
@@ -39,6 +41,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a call: a text, or parts of text and images."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = _LEFT_OUT
 
     call_id: str
@@ -50,6 +53,8 @@ class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of reasoning."""
 
+    OPEN: ClassVar = True
+
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
@@ -57,6 +62,7 @@ class ReasoningPart(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
     """The model's reasoning before a text or a call. Encrypted content can't be read."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = _LEFT_OUT
 
     summary: list[ReasoningPart] = []
@@ -154,12 +160,15 @@ def _item(given: dict[str, Any], where: str) -> Item:
 
 
 def _message(given: dict[str, Any], where: str) -> Item:
-    turn_of(message_of(given), where)
+    turn = turn_of(message_of(given), where)
     fields = {
         each: given[each] for each in OpenAIMessage.__struct_fields__ if given.get(each) is not None
     }
+    if reasoning := turn.get("reasoning_content"):
+        fields["reasoning_content"] = reasoning
     content = fields.get("content") or []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [part for part in parts if part["type"] not in THOUGHTS]
     return fields | {"content": [_part(part, fields["role"]) for part in parts]}
 
 

@@ -36,7 +36,11 @@ _MOST_LISTED = 100
 class RetrieveQuery(msgspec.Struct, frozen=True):
     """The query of a response: as a whole, or as a stream after an event."""
 
-    NEUTRAL: ClassVar = frozenset({"include", "include[]", "include_obfuscation"})
+    NEUTRAL: ClassVar = {
+        "include": "a response has what its call included",
+        "include[]": "a response has what its call included",
+        "include_obfuscation": "nothing is padded",
+    }
 
     stream: bool = False
     starting_after: Annotated[int, msgspec.Meta(ge=0)] | None = None

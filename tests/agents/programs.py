@@ -30,7 +30,8 @@ class Program:
         variables: Variables of its environment.
         files: Files in its folder, by path.
         probes: Beginnings of calls that may fail, such as "GET /favicon".
-        own: Whether it is a program of ours with its packages, rather than theirs.
+        script: Our own program that uses its packages; "" if it is a program itself.
+        launch: Its name for `nano-inference launch`, which has the command's beginning.
     """
 
     registry: Literal["npm", "pip"]
@@ -39,7 +40,8 @@ class Program:
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     probes: tuple[str, ...] = ()
-    own: bool = False
+    script: str = ""
+    launch: str = ""
 
     @property
     def version(self) -> str:
@@ -48,6 +50,11 @@ class Program:
     @property
     def package(self) -> str:
         return self.packages[0].replace("==", "@").rpartition("@")[0]
+
+    @property
+    def start(self) -> str:
+        """Command of a program, or file of a library's program."""
+        return self.script or f"nano-inference launch {self.launch}"
 
     def filled(self, text: str, **values: str) -> str:
         """Return a text of it with the run's values."""
@@ -110,7 +117,7 @@ def _in_node(script: str, *packages: str) -> Program:
     """A program of our own with libraries of Node, beside which it is put."""
     command = ["node", f"$folder/{script}", "$url", "$prompt", packages[0].rpartition("@")[0]]
     variables = {"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "none"}
-    return Program("npm", [*packages], command, variables, own=True)
+    return Program("npm", [*packages], command, variables, script=script)
 
 
 PROGRAMS = {
@@ -302,12 +309,13 @@ PROGRAMS = {
             "PROMPTFOO_SELF_HOSTED": "1",
         },
         {"promptfooconfig.json": _evaluated()},
-        own=True,
+        script="promptfoo.cjs",
     ),
     "ollama-python": Program(
         "pip",
         ["ollama==0.6.3"],
         ["python", "$here/ollama_chat.py", "$url", "$prompt"],
+        script="ollama_chat.py",
     ),
     "ollama-js": _in_node("ollama_chat.mjs", "ollama@0.6.4"),
 }

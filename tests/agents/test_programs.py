@@ -15,7 +15,7 @@ import pytest
 from ..examples.environments import node_environment, python_environment
 from .conversations import Task
 from .programs import HERE, NODE, PROGRAMS, Program
-from .results import asks, result, write_result
+from .results import asks, write_result
 from .script import DONE
 from .scripted import ScriptedGateway, scripted_config
 
@@ -23,14 +23,13 @@ LIMIT_S = 200
 TURNS = 3
 """Write, read, report."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+# A turn over each interface is in test_scripted.py.
+pytestmark = [pytest.mark.slow, pytest.mark.soak(only=True)]
 
 
 @pytest.fixture(scope="module")
-def install(soak: bool, pytestconfig: pytest.Config) -> Callable[[str], str]:
+def install(pytestconfig: pytest.Config) -> Callable[[str], str]:
     """Install a program; return the folders of its commands, for PATH."""
-    if not soak:
-        pytest.skip("installs packages; run it with --soak")
     if shutil.which("npm") is None:
         pytest.skip("there is no Node")
     cache: pytest.Cache = pytestconfig.cache  # type: ignore[assignment]
@@ -71,7 +70,7 @@ async def test_a_program_writes_and_reads_a_file(
     assert len(asking) >= TURNS, [call.path for call in gateway.recorder.calls]
     assert "walnut" in printed.partition(DONE)[2], (printed, asking[-1].answer)
     if pytestconfig.getoption("--write-docs"):
-        write_result(name, result(program, gateway.recorder))
+        write_result(name, program, gateway.recorder)
 
 
 async def _run(program: Program, values: dict[str, str], path: str) -> str:
@@ -82,7 +81,7 @@ async def _run(program: Program, values: dict[str, str], path: str) -> str:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(program.filled(text, **values))
-    if program.own and program.registry == "npm":
+    if program.script and program.registry == "npm":
         # A program of Node finds packages from where it lies.
         (folder / "node_modules").symlink_to(Path(path.partition(os.pathsep)[0]).parent)
         for file in HERE.glob("*.?js"):

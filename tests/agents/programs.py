@@ -109,7 +109,11 @@ def _in_python(script: str, *packages: str) -> Program:
     """A program of our own with a library of Python."""
     variables = {"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "none", **_OFFLINE}
     return Program(
-        "pip", [*packages], ["python", f"$here/{script}", "$url", "$prompt"], variables, own=True
+        "pip",
+        [*packages],
+        ["python", f"$here/{script}", "$url", "$prompt"],
+        variables,
+        script=script,
     )
 
 

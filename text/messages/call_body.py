@@ -181,7 +181,7 @@ def new_body(content: str, args: dict[str, Any]) -> CallBody:
 
 def names_in(args: dict[str, Any], body: str) -> list[str]:
     """Return the names of the values between tags, as the pattern of tags finds them."""
-    return [found["key"] for found in _tag_re(args["tag_pattern"]).finditer(body)]
+    return [found["key"] for found in tag_re(args).finditer(body)]
 
 
 def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
@@ -191,7 +191,7 @@ def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
         ValueError: It ignores a part.
     """
     if content == "xml-inline":
-        tag = _tag_re(args["tag_pattern"])
+        tag = tag_re(args)
         names = names_in(args, body)
         rest = tag.sub("", body)
     elif content == "kv-lines":
@@ -212,10 +212,15 @@ def texts_in(content: str, args: dict[str, Any], body: str) -> dict[str, bool]:
     group `text`, which matches in tags of texts only."""
     if content != "xml-inline":
         return {}
-    tag = _tag_re(args["tag_pattern"])
+    tag = tag_re(args)
     if "text" not in tag.groupindex:
         return {}
     return {found["key"]: found["text"] is not None for found in tag.finditer(body)}
+
+
+def tag_re(args: dict[str, Any]) -> Any:
+    """Return the pattern of a value between tags."""
+    return _tag_re(args["tag_pattern"])
 
 
 @lru_cache(32)

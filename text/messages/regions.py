@@ -7,6 +7,7 @@ call is shown as the model wrote it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +18,9 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
-from .call_body import CallBody, check_all_is_read, names_in, new_body, texts_in
+from .call_body import CallBody, check_all_is_read, names_in, new_body, tag_re, texts_in
 from .own_bodies import parsed
+from .typed import Elements
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the reasoning in response templates."""
@@ -112,6 +114,12 @@ class RegionTemplate(NamedTuple):
     def names_in(self, body: str) -> list[str]:
         """Return the names of the values in a call's body, which are between tags."""
         return names_in(self.content_args, body)
+
+    def elements(self, schema: Mapping[str, Any]) -> Elements | None:
+        """Return how values of a schema are read from elements in elements; None if they are not
+        written so."""
+        item = self.content_args.get("item")
+        return None if item is None else Elements(tag_re(self.content_args), item, schema)
 
     def texts_in(self, body: str) -> dict[str, bool]:
         """Return whether each value in a call's body is text, by its name, where the body says

@@ -187,7 +187,10 @@ def test_calls_are_not_looked_for_in_reasoning() -> None:
 def test_marks_in_a_value_are_part_of_it(family: Family, form: MessageFormat) -> None:
     behind = family.call.split("{arguments}")[-1].strip()
     others = ["[TOOL_CALLS] ; {", '"', "\\", "</s>", "</tool_call>", "</parameter>", "</think>"]
-    for mark in {behind, *others, family.close, family.between}:
+    if family.format == "minimax-m3":
+        # No value has the mark of its tags.
+        behind = "</invoke>"
+    for mark in {behind, *others, family.close.removeprefix("]<]minimax[>["), family.between}:
         for value in (mark, f"a{mark}b", f"a {mark} b {mark}{mark} c", f"a\n{mark}\nb"):
             calls = [("get_weather", {"city": value, "x": "1"}), ("get_weather", {"city": value})]
             assert both(form, family.written(calls)) == Read("", "", calls, 0)
@@ -239,7 +242,7 @@ def test_a_call_without_a_closing_mark_is_complete_with_its_json(
     family: Family, form: MessageFormat
 ) -> None:
     written = Family(**family._asdict() | {"close": ""}).written(CALLS[:1])
-    mark = family.close[: family.close.find("]") + 1]
+    mark = "" if family.format == "minimax-m3" else family.close[: family.close.find("]") + 1]
     for end in ("\n</tool_call>", "<tool_call|>", "<end_function_call>", "<|call|>"):
         written = written.removesuffix(end)
     found = both(form, written + mark)

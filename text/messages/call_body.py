@@ -160,11 +160,13 @@ class TaggedBody(_SearchedBody):
         return begun is not None and begun.partial and begun["key"] is not None
 
 
-_OWN: Mapping[str, Callable[[], CallBody]] = {
+OWN_BODIES: Mapping[str, Callable[[], CallBody]] = {
     "python": PythonBody,
     "named": JsonBody,
     "in a row": RowBody,
+    "elements": CallBody,
 }
+"""Bodies that Transformers' parsers don't read, by their names in `content_args.as`."""
 
 
 def new_body(content: str, args: dict[str, Any]) -> CallBody:
@@ -175,13 +177,13 @@ def new_body(content: str, args: dict[str, Any]) -> CallBody:
         delimiters = args.get("string_delims")
         return DelimitedBody(delimiters) if delimiters else JsonBody()
     if kind := args.get("as"):
-        return _OWN[kind]()
+        return OWN_BODIES[kind]()
     return CallBody()
 
 
 def names_in(args: dict[str, Any], body: str) -> list[str]:
     """Return the names of the values between tags, as the pattern of tags finds them."""
-    return [found["key"] for found in tag_re(args).finditer(body)]
+    return [found["key"] for found in _tag_re(args["tag_pattern"]).finditer(body)]
 
 
 def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
@@ -191,7 +193,7 @@ def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
         ValueError: It ignores a part.
     """
     if content == "xml-inline":
-        tag = tag_re(args)
+        tag = _tag_re(args["tag_pattern"])
         names = names_in(args, body)
         rest = tag.sub("", body)
     elif content == "kv-lines":
@@ -212,15 +214,10 @@ def texts_in(content: str, args: dict[str, Any], body: str) -> dict[str, bool]:
     group `text`, which matches in tags of texts only."""
     if content != "xml-inline":
         return {}
-    tag = tag_re(args)
+    tag = _tag_re(args["tag_pattern"])
     if "text" not in tag.groupindex:
         return {}
     return {found["key"]: found["text"] is not None for found in tag.finditer(body)}
-
-
-def tag_re(args: dict[str, Any]) -> Any:
-    """Return the pattern of a value between tags."""
-    return _tag_re(args["tag_pattern"])
 
 
 @lru_cache(32)

@@ -6,6 +6,7 @@ call is shown as the model wrote it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,9 +19,9 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
-from .call_body import CallBody, check_all_is_read, names_in, new_body, tag_re, texts_in
-from .own_bodies import parsed
-from .typed import Elements
+from .call_body import CallBody, check_all_is_read, names_in, new_body, texts_in
+from .elements import ELEMENTS, arguments_in
+from .own_bodies import PARSERS, parsed
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the reasoning in response templates."""
@@ -100,7 +101,13 @@ class RegionTemplate(NamedTuple):
     def calls_in(self, value: Any) -> Any:
         """Return the calls in a body's value. Raises ValueError: it is not made of calls."""
         kind = self.content_args.get("as")
-        return value if kind is None else [parsed(kind, each) for each in value]
+        return [parsed(kind, each) for each in value] if kind in PARSERS else value
+
+    def arguments_in(self, text: str, schema: Mapping[str, Any]) -> Any:
+        """Return the arguments that a text has. Raises ValueError."""
+        if self.content_args.get("as") == ELEMENTS:
+            return arguments_in(text, self.content_args["mark"], schema)
+        return json.loads(text)
 
     @property
     def has_texts(self) -> bool:
@@ -114,12 +121,6 @@ class RegionTemplate(NamedTuple):
     def names_in(self, body: str) -> list[str]:
         """Return the names of the values in a call's body, which are between tags."""
         return names_in(self.content_args, body)
-
-    def elements(self, schema: Mapping[str, Any]) -> Elements | None:
-        """Return how values of a schema are read from elements in elements; None if they are not
-        written so."""
-        item = self.content_args.get("item")
-        return None if item is None else Elements(tag_re(self.content_args), item, schema)
 
     def texts_in(self, body: str) -> dict[str, bool]:
         """Return whether each value in a call's body is text, by its name, where the body says

@@ -89,27 +89,22 @@ def typed(
     arguments: Mapping[str, Any],
     schema: Mapping[str, Any],
     texts: Mapping[str, bool],
-    elements: Elements | None,
 ) -> dict[str, Any]:
     """Return arguments that are written as texts, with the values of the schema's types.
 
     Args:
         texts: Whether the model said that a value is text, by its name.
-        elements: How values are read from elements; None if they are not written so.
     """
-    known = _properties(schema)
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
     found = {}
     for name, value in arguments.items():
         is_text = texts.get(name)
         # Of an unknown argument the model alone can say that it is no text.
         unknown = {} if is_text is False else {"type": "string"}
         values = value if isinstance(value, list) else [value]
-        if elements is not None:
-            given = known.get(name, {} if any(map(elements.are_in, values)) else unknown)
-            read = [elements.value_of(each, given) for each in values]
-        else:
-            types = types_of(known.get(name, unknown), schema)
-            read = [value_of(each, types, is_text=is_text) for each in values]
+        types = types_of(known.get(name, unknown), schema)
+        read = [value_of(each, types, is_text=is_text) for each in values]
         found[name] = read if isinstance(value, list) else read[0]
     return found
 
@@ -149,65 +144,3 @@ def type_of(value: Any) -> str:
         return "boolean"
     names = {str: "string", int: "integer", float: "number", list: "array"}
     return next((name for kind, name in names.items() if isinstance(value, kind)), "object")
-
-
-# --- values of elements ---------------------------------------------------------------------------
-
-
-class Elements:
-    """Values that are written as elements in elements: those of an object by its names, those of an
-    array by one name for all."""
-
-    def __init__(self, tag: Any, item: str, root: Mapping[str, Any]) -> None:
-        """
-        Args:
-            tag: The pattern of an element, with the groups `key` and `value`.
-            item: The name of an array's elements.
-            root: The schema to which references refer.
-        """
-        self._tag = tag
-        self._item = item
-        self._root = root
-
-    def are_in(self, text: str) -> bool:
-        """Return whether a text has elements."""
-        return self._tag.search(text) is not None
-
-    def value_of(self, text: str, schema: Any) -> Any:
-        """Return the value of a text by its schema. A text with elements stays text where a schema
-        allows text."""
-        types = types_of(schema, self._root)
-        inner = [(found["key"], found["value"]) for found in self._tag.finditer(text)]
-        if not inner or self._tag.sub("", text).strip() or TEXT <= types < TYPES:
-            if not text.strip() and types in ({"array"}, {"object"}):
-                return [] if types == {"array"} else {}
-            return value_of(text, types)
-        names = [name for name, _ in inner]
-        if set(names) == {self._item} and "array" in types:
-            items = self._part(schema, "array", names).get("items", {})
-            return [self.value_of(each, items) for _, each in inner]
-        if len(set(names)) < len(names) or "object" not in types:
-            return text
-        known = _properties(self._part(schema, "object", names))
-        return {name: self.value_of(each, known.get(name, {})) for name, each in inner}
-
-    def _part(self, schema: Any, kind: str, names: list[str], depth: int = 0) -> Mapping[str, Any]:
-        """Return the part of a schema for values of a type, with most of the names."""
-        if not isinstance(schema, Mapping) or depth > _DEEPEST:
-            return {}
-        parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
-        if (target := referred(schema, self._root)) is not None:
-            parts.append(target)
-        found = [schema] + [
-            self._part(part, kind, names, depth + 1)
-            for part in parts
-            if kind in types_of(part, self._root)
-        ]
-        if kind == "array":
-            return next((part for part in found if "items" in part), {})
-        return max(found, key=lambda part: sum(name in _properties(part) for name in names))
-
-
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else {}

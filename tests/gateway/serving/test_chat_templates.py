@@ -92,6 +92,11 @@ async def test_a_conversation_without_a_template_is_refused(model: Model) -> Non
     assert await refused(model.with_template(None)) == "no_chat_template"
 
 
+async def test_a_template_that_loops_over_tools_serves_calls_without_tools(model: Model) -> None:
+    template = "{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}"
+    assert await model.text(template, Conversation(turns=HELLO)) == HELLO[0]["content"]
+
+
 @pytest.mark.parametrize(
     ("template", "code"),
     [

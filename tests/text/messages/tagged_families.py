@@ -171,15 +171,4 @@ TAGGED: dict[str, dict[str, Any]] = {
         "answer": " to=user<|message|>",
         "answered": "<|eom|><|start|>assistant",
     },
-    "MiniMax-M3": {
-        "format": "minimax-m3",
-        "model_type": "minimax_m3",
-        "chat_template": "]~b]ai ]<]minimax[>[ <invoke name={{ name }}> <mm:think>",
-        "turn": "]~b]ai\n",
-        "open": "]<]minimax[>[<tool_call>\n",
-        "call": ']<]minimax[>[<invoke name="{name}">{arguments}]<]minimax[>[</invoke>\n',
-        "close": "]<]minimax[>[</tool_call>",
-        "reasoning": ("<mm:think>", "</mm:think>"),
-        "argument": "]<]minimax[>[<{key}>{value}]<]minimax[>[</{key}>",
-    },
 }

@@ -26,6 +26,12 @@ MAX_TENANT_LENGTH = 128
 MAX_BUDGET_MS = float(2**63 // 1_000_000)
 """In nanoseconds it fits 64 bits, as the bus requires."""
 
+IGNORED_HEADER = "X-Ignored-Fields"
+"""The fields of a call's body that were taken without effect; in the response."""
+
+MOST_IGNORED = 32
+"""Fields that the header names."""
+
 CLIENT_LEFT = 499
 """The status, which no client sees, of a request whose client has disconnected."""
 
@@ -71,6 +77,7 @@ class Account:
         left: Tokens received of each request whose end the gateway hasn't seen, by request id; None
             if their number is unknown.
         headers: More headers of its response.
+        ignored: Fields of its body that were taken without effect (`serving.fields`).
         arrived_ns: When its first byte came; 0 if it goes on without its connection.
         unread_ns: Returns for how long its client has not read.
         unread_before_ns: The unread time at the end of its last request.
@@ -88,11 +95,25 @@ class Account:
     complete: bool = False
     left: dict[str, int | None] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, None] = field(default_factory=dict)
     arrived_ns: int = 0
     unread_ns: Callable[[], int] = no_time
     unread_before_ns: int = 0
     time: dict[str, int] = field(default_factory=dict)
     billed_ns: int = 0
+
+    @property
+    def ignored_names(self) -> str:
+        """The ignored fields for a header or a log, "" for none; names must be plain."""
+        listed = [name for name in self.ignored if name.isascii() and name.isprintable()]
+        more = ", ..." if len(self.ignored) > MOST_IGNORED else ""
+        return ", ".join(listed[:MOST_IGNORED]) + more
+
+    @property
+    def response_headers(self) -> dict[str, str]:
+        """All headers of its response that are not the interface's own."""
+        names = self.ignored_names
+        return self.headers | {IGNORED_HEADER: names} if names else self.headers
 
     @property
     def tokens(self) -> int:

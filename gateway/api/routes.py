@@ -14,7 +14,7 @@ from ..call import Call
 from ..caller import Needed
 from ..server.http import Endpoint, Response, call_of
 from ..serving.chain import PolicyChain
-from ..serving.fields import collect_ignored, shown_fields
+from ..serving.fields import collect_ignored
 
 NO_LOADING = "there is one model here, which stays; name several in the setting models"
 
@@ -45,12 +45,8 @@ class PolicyRoute(Route):
             call.route, call.params = self.path_format, request.path_params
             chain: PolicyChain = request.app.chain
             await chain.enter(call, needed)
-            ignored = collect_ignored()
-            response = await endpoint(call)
-            if ignored:
-                # A stream's body is read before its response is returned.
-                response.headers["X-Ignored-Fields"] = shown_fields(ignored)
-            return response
+            collect_ignored(call.account.ignored, request.app.unknown_fields)
+            return await endpoint(call)
 
         super().__init__(path, checked, methods=methods.split(","))
         self.needed = needed

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...config import GatewayConfig, RequestError, shown
 from ...config.logger import get_logger
-from ..call import Call
+from ..call import IGNORED_HEADER, Call
 from .http import Endpoint, Respond, Response, call_of, respond_plainly
 from .measures import Measures, Reason
 
@@ -31,6 +31,7 @@ _SHOWN = (
     "X-Should-Retry",
     "Request-Id",
     "X-Error-Code",
+    IGNORED_HEADER,
     "Inference-Header-Content-Length",
     *(
         f"x-ratelimit-{what}-{of}"

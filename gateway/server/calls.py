@@ -28,6 +28,9 @@ _OTHER_METHOD = "_OTHER"
 
 _FAILED = 500
 
+_MOST_LOGGED = 256
+"""Lines of a process about ignored fields."""
+
 OnCall = Callable[[Call, str, dict[str, Any]], None]
 """Called at the end of each call with its route's name, and fields for a log."""
 
@@ -83,6 +86,7 @@ class ObservedCalls:
 
     def __post_init__(self) -> None:
         self._route_of = route_names(self.routes)
+        self._ignored: set[tuple[str, str]] = set()
         self._in_flight = 0
         self._idle = anyio.Event()
         self.measures.watch(instruments.GATEWAY_IN_FLIGHT, lambda: self._in_flight)
@@ -97,7 +101,7 @@ class ObservedCalls:
                     call.status = message["status"]
                     headers = MutableHeaders(scope=message)
                     headers[CALL_HEADER] = call.id
-                    headers.update(call.account.headers)
+                    headers.update(call.account.response_headers)
                 await send(message)
                 if message["type"] == "http.response.body":
                     call.account.sent_bytes += len(message.get("body", b""))
@@ -156,6 +160,8 @@ class ObservedCalls:
         }
         if self.access_log:
             _log_access(call.account, route, call.path, fields)
+        if call.account.ignored:
+            self._log_ignored(route, call.account.ignored_names)
         if self.on_call is not None:
             self.on_call(call, route, fields)
         if route and call.trace.sampled and tracing.enabled:
@@ -178,6 +184,13 @@ class ObservedCalls:
                 own=call.trace,
                 kind="server",
             )
+
+    def _log_ignored(self, route: str, ignored: str) -> None:
+        """Write one line for each route and set of ignored fields, up to a limit: clients choose
+        the names."""
+        if len(self._ignored) < _MOST_LOGGED and (route, ignored) not in self._ignored:
+            self._ignored.add((route, ignored))
+            get_logger().info("fields_ignored", route=route, fields=ignored)
 
 
 def _log_access(account: Account, route: str, path: str, fields: dict[str, Any]) -> None:

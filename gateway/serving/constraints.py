@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -26,11 +26,13 @@ _STRUCTURED: dict[str, tuple[Any, str]] = {
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
-    """A schema. OpenAI's `name` and `description` have no effect, and all schemas are strict."""
+    """A schema. All are strict."""
+
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("name", "description"), "the model is shown no schema, and the schema is all that counts"
+    )
 
     schema: dict[str, Any]
-    name: str | None = None
-    description: str | None = None
     strict: bool | None = None
 
 

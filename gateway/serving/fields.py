@@ -1,17 +1,28 @@
-"""Fields of a call's body: each struct declares which ones are honoured, neutral or refused."""
+"""Fields of a call's body: honoured, neutral or refused.
+
+A struct that reads a body, or a part of one, declares the kind of each field. Its own fields are
+honoured. Class variables name the others:
+
+- `SAMPLING`: sampling parameters, honoured (`read_sampling` reads them).
+- `NEUTRAL`: by name the reason why the field changes nothing that the caller asked for.
+- `REFUSED`: by name a `RefusedField`; the field would change the answer, and can't.
+- `OPEN`: whether unknown fields are neutral. They are in messages, their parts, items, tools and
+  tool calls, to which programs add what they like. Elsewhere they are refused, since a misspelt
+  field would be lost, unless `gateway.unknown_fields` is "ignore".
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from ...config import MAX_INT64, Config, field_name, nearest, told_of
-from ..call import Call
+from ...config import MAX_INT64, UnknownFields, field_name, nearest, told_of
+from ..call import MOST_IGNORED, Call
 from ..server.http import FieldError, convert
 
 T = TypeVar("T")
@@ -26,29 +37,39 @@ EMPTY: tuple[Any, ...] = (0, "", [], {})
 
 
 _INDEX = re.compile(r"\[\d+\]")
-_MOST_SHOWN = 32
-
-_IGNORED: ContextVar[dict[str, None] | None] = ContextVar("_IGNORED", default=None)
 
 
-def collect_ignored() -> dict[str, None]:
-    """Return the fields that are ignored from now on in this task: their paths, in order."""
-    ignored: dict[str, None] = {}
-    _IGNORED.set(ignored)
-    return ignored
+class _Ignored(NamedTuple):
+    """The neutral fields of a call, and whether unknown fields are neutral."""
+
+    fields: dict[str, None]
+    unknown: bool
+
+
+_IGNORED: ContextVar[_Ignored] = ContextVar("_IGNORED")
+
+
+def collect_ignored(
+    fields: dict[str, None] | None = None, unknown: UnknownFields = "refuse"
+) -> dict[str, None]:
+    """Return the neutral fields that are found from now on in this task: their paths, in order,
+    without places in lists.
+
+    Args:
+        fields: Where they are added; None for a new collection.
+        unknown: `gateway.unknown_fields`.
+    """
+    fields = {} if fields is None else fields
+    _IGNORED.set(_Ignored(fields, unknown == "ignore"))
+    return fields
 
 
 def ignore(param: str) -> None:
     """Report a field, item or tool of the call's body as neutral: taken, and without effect."""
-    if (ignored := _IGNORED.get()) is not None:
-        ignored[param] = None
-
-
-def shown_fields(ignored: Collection[str]) -> str:
-    """Return ignored fields for a header: each once, without places in lists."""
-    names = dict.fromkeys(_INDEX.sub("[]", param) for param in ignored)
-    listed = [name for name in names if name.isascii() and name.isprintable()]
-    return ", ".join(listed[:_MOST_SHOWN]) + (", ..." if len(listed) > _MOST_SHOWN else "")
+    found = _IGNORED.get(None)
+    # One more than are shown. A body may have any number.
+    if found is not None and len(found.fields) <= MOST_IGNORED:
+        found.fields[_INDEX.sub("[]", param)] = None
 
 
 class RefusedField(NamedTuple):
@@ -68,21 +89,22 @@ class _Known(NamedTuple):
 
     Attributes:
         inner: Fields that count, each with the struct that it holds, alone or in a list.
-        neutral: Fields that would not change an answer.
+        neutral: Fields that would not change an answer, each with its reason.
         refused: Fields that are known and not supported.
+        open: Whether unknown fields are neutral.
     """
 
     inner: Mapping[str, type | None]
-    neutral: Collection[str]
+    neutral: Mapping[str, str]
     refused: Mapping[str, RefusedField]
+    open: bool
 
 
 def read_part(given: Any, kind: type[T], where: str = "") -> T:
     """Read a body, or a part of it, as a struct.
 
-    The struct may declare `NEUTRAL` (names of fields that would not change an answer), `REFUSED`
-    (`RefusedField` by name) and `SAMPLING` (names of sampling parameters, for `read_sampling`). Any
-    other field is refused unless its value is empty; so it is in the structs of its fields.
+    A field that the struct doesn't declare is refused unless its value is empty, or the struct is
+    `OPEN`; so it is in the structs of its fields.
 
     Args:
         where: The part's path in the body; "" for the body.
@@ -130,11 +152,15 @@ def check_fields(given: Any, kind: type, where: str) -> None:
             refused = known.refused[name]
             if value is not None and value not in refused.nothing:
                 raise _unsupported(param, f"is not supported here: {refused.why}")
-        elif name in known.neutral and name not in known.inner:
-            if value:
-                ignore(param)
         elif value and name not in known.inner:
-            raise _unsupported(param, f"is not known here{nearest(name, fields_of(kind))}")
+            if not (name in known.neutral or known.open or _takes_unknown()):
+                raise _unsupported(param, f"is not known here{nearest(name, fields_of(kind))}")
+            ignore(param)
+
+
+def _takes_unknown() -> bool:
+    found = _IGNORED.get(None)
+    return found is not None and found.unknown
 
 
 def _unsupported(param: str, why: str) -> FieldError:
@@ -151,26 +177,29 @@ def fields_of(kind: type) -> Collection[str]:
 @cache
 def _known_in(kind: type) -> _Known:
     fields = msgspec.structs.fields(kind)
-    inner = {field.encode_name: _struct_in(field.type) for field in fields}
+    inner: dict[str, type | None] = {
+        field.encode_name: next(structs_in(field.type), None) for field in fields
+    }
     inner |= dict.fromkeys(getattr(kind, "SAMPLING", ()))
-    return _Known(inner, getattr(kind, "NEUTRAL", ()), getattr(kind, "REFUSED", {}))
+    return _Known(
+        inner,
+        getattr(kind, "NEUTRAL", {}),
+        getattr(kind, "REFUSED", {}),
+        getattr(kind, "OPEN", False),
+    )
 
 
-def _struct_in(kind: Any) -> type | None:
+def structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    """Return the structs in a field's type."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return kind
-    return next(filter(None, map(_struct_in, get_args(kind))), None)
+        yield kind
+    for each in get_args(kind):
+        yield from structs_in(each)
 
 
 def _path(where: str, name: str) -> str:
     between = "." if where and name and not name.startswith("[") else ""
     return f"{where}{between}{name}"
-
-
-def adapter_of(model: str, config: Config) -> str:
-    """Return the adapter that a request's model names; "" for the model itself, by any alias."""
-    own = (config.engine.model_name, *config.engine.model_aliases)
-    return "" if model in own else model
 
 
 def engine_priority(lower_first: int) -> int:

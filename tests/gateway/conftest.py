@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference.config import Config, load_config
 
-from .fake import LIMIT_S, Client, FakeEngine, app_of, http_of
+from .fake import LIMIT_S, Client, FakeEngine, app_of, http_of, observed
 
 
 def pytest_runtest_setup(item: pytest.Function) -> None:
@@ -50,7 +50,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 @pytest.fixture
 async def connected(engine: FakeEngine, config: Config) -> AsyncIterator[dict[str, Any]]:
     """Options of OpenAI's and Anthropic's client libraries, without retries."""
-    transport = httpx2.ASGITransport(app_of(engine, config))
+    transport = httpx2.ASGITransport(observed(app_of(engine, config)))
     async with httpx2.AsyncClient(transport=transport) as http_client:
         yield {"api_key": "none", "max_retries": 0, "http_client": http_client}
 

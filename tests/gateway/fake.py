@@ -29,6 +29,7 @@ from nano_inference.bus.recipes import has_id
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, Config, NanoInferenceError, load_config
 from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.pipeline.client import BusClient
@@ -349,6 +350,11 @@ class Client(httpx.AsyncClient):
     engine: FakeEngine
 
 
+def observed(app: GatewayApp) -> ObservedCalls:
+    """Return an application whose responses have the headers of the server."""
+    return ObservedCalls(app, Measures(), [])
+
+
 def http_of(
     app: Any,
     engine: FakeEngine | None = None,
@@ -356,6 +362,8 @@ def http_of(
     raise_app_exceptions: bool = True,
     **options: Any,
 ) -> Client:
+    if isinstance(app, GatewayApp):
+        app = observed(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=raise_app_exceptions)
     client = Client(transport=transport, base_url="http://127.0.0.1", **options)
     if engine is not None:
@@ -364,7 +372,9 @@ def http_of(
 
 
 def data_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The data of the events of a stream, without its end."""
+    """The data of the events of a stream, without its end; or its lines, if they are JSON."""
+    if answer.headers["content-type"] == "application/x-ndjson":
+        return [json.loads(line) for line in answer.text.splitlines()]
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
     data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     return [json.loads(each) for each in data if each != "[DONE]"]

@@ -82,7 +82,7 @@ def _value(element: Element, schema: Any, root: Mapping[str, Any]) -> Any:
     names = [name for name, _ in element.parts]
     if not names:
         if not element.text.strip() and "string" not in types:
-            empty = {"object": {}, "array": []}
+            empty: dict[str, Any] = {"object": {}, "array": []}
             return next((empty[kind] for kind in empty if kind in types), element.text)
         return value_of(element.text, types)
     listed = set(names) == {_ITEM}

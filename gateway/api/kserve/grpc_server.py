@@ -31,6 +31,7 @@ from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
 from ...serving.chain import PolicyChain
+from ...serving.fields import collect_ignored
 from .compression import LITTLE_BYTES, run_codec
 from .grpc_connection import (
     GrpcConnection,
@@ -129,7 +130,7 @@ class GrpcCalls:
         with self._observed(call, needed):
             failure = await self._attempt(call, answer)
             call.account.sent_bytes = connection.sent_bytes
-        trailers = {CALL_HEADER: call.id} | call.account.headers
+        trailers = {CALL_HEADER: call.id} | call.account.response_headers
         lowered = {name.lower(): value for name, value in trailers.items()}
         return failure, lowered if failure is None else lowered | failure.trailers()
 
@@ -227,6 +228,7 @@ class GrpcCalls:
 
     def _begun(self, call: Call) -> RequestMemory:
         """Raises RequestError: invalid_tenant, invalid_budget."""
+        collect_ignored(call.account.ignored, self.config.unknown_fields)
         call.begin()
         return RequestMemory(self.kserve.regions, call.tenant)
 

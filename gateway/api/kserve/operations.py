@@ -214,19 +214,19 @@ _no_logging = _unsupported("logs are set up by the gateway's settings (docs/tele
 
 
 class IndexBody(msgspec.Struct):
-    """The body of RepositoryIndex."""
+    """`/v2/repository/index`."""
 
     ready: bool = False
 
 
 class ModelLoadBody(msgspec.Struct):
-    """The body of RepositoryModelLoad and RepositoryModelUnload."""
+    """`/v2/repository/models/{model}/load` and `/unload`."""
 
     parameters: dict[str, Any] = {}
 
 
 class RegisterBody(msgspec.Struct):
-    """The body of SystemSharedMemoryRegister."""
+    """`/v2/systemsharedmemory/region/{region}/register`."""
 
     key: str
     byte_size: Int64

@@ -9,7 +9,7 @@ import msgspec
 from ....bus.public import KVSession, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
-from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, SamplingBody
+from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, WHOLE, SamplingBody
 
 CallName = Literal[
     "completions",
@@ -26,33 +26,44 @@ CallName = Literal[
 ]
 """`sampling_params` are a field of `generate`, with fields of its own."""
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Budget = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 """Tokens of reasoning."""
+Truncation = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)]
+"""The most tokens of a prompt; -1: as many as the model has room for."""
 Prompts = str | list[str | Int64 | list[Int64]]
-CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
-"""Neutral: prefixes are cached without them."""
-
-_NEUTRAL = frozenset(
-    {
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "spaces_between_special_tokens",
-        "user",
-    }
+CACHE_MARKS = dict.fromkeys(
+    ("cache_control", "prompt_cache_breakpoint"), "prefixes are found without it"
 )
+
+_TENANT = "the key, or without keys the header `X-Tenant`, identifies the tenant"
+_NEUTRAL = {
+    "client_metadata": "a client's notes",
+    "prompt_cache_key": "prefixes are found without it",
+    "prompt_cache_retention": "the cache decides",
+    "safety_identifier": _TENANT,
+    "service_tier": "there is one; `priority` says more",
+    "spaces_between_special_tokens": "only for slow tokenizers",
+    "user": _TENANT,
+}
+_ANSWERED = "an addition of a client's library to an answer that it sends back"
+_NO_PADDING = "nothing is padded"
+_ONE_RESOLUTION = "a model has one resolution"
 _REFUSED = REFUSED | {
+    "extra_body": RefusedField(
+        "its fields belong to the body itself, where clients' libraries put them"
+    ),
     "include_stop_str_in_output": RefusedField("the text ends before it"),
-    "service_tier": RefusedField("there is one; `priority` says more", (*EMPTY, "auto", "default")),
     "skip_special_tokens": RefusedField("they are left out of the text", (True,)),
 }
 _REFUSED_BY_BOTH = _REFUSED | {
     "length_penalty": RefusedField("of beams", (1,)),
+    "mm_processor_kwargs": RefusedField("images are read as the model's own settings say"),
     "use_beam_search": RefusedField("samples are drawn"),
 }
-_VERBOSITY = RefusedField("the template's variables are given by name", (*EMPTY, "medium"))
+_VERBOSITY = "chat templates read none; ask for it in a message"
+_MODERATION = RefusedField("nothing is judged")
 _CHAT_TEMPLATE = RefusedField("the model's own is used")
 _OLD_FORM = "answers would have to be of the old form; give"
 _NOT_HANDED_OVER = RefusedField("nothing is handed to other servers")
@@ -61,25 +72,29 @@ _NOT_HANDED_OVER = RefusedField("nothing is handed to other servers")
 class StreamOptions(msgspec.Struct, frozen=True):
     """Additions to a stream."""
 
+    NEUTRAL: ClassVar = {"include_obfuscation": _NO_PADDING}
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    # Padding of chunks, against observers of their sizes.
-    include_obfuscation: bool | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True):
     """A part of a text, as clients write it, or hand back what a server has answered."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"annotations", "id", "index", "logprobs"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(
+        ("annotations", "id", "index", "logprobs"), _ANSWERED
+    )
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """An image's URL. A model has one resolution, so that `detail` changes nothing."""
+    """An image's URL."""
 
-    NEUTRAL: ClassVar = frozenset({"detail"})
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = {"detail": _ONE_RESOLUTION}
 
     url: str
 
@@ -87,7 +102,8 @@ class ImageUrl(msgspec.Struct, frozen=True):
 class ImageUrlPart(msgspec.Struct, frozen=True):
     """An image in a message of a chat, or of a response (`input_image`)."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"detail"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | {"detail": _ONE_RESOLUTION}
     REFUSED: ClassVar = {"file_id": RefusedField("no files are kept; give an image_url")}
 
     type: Literal["image_url", "input_image"]
@@ -100,6 +116,8 @@ class ImageUrlPart(msgspec.Struct, frozen=True):
 
 class RefusalPart(msgspec.Struct, frozen=True):
     """A part of a message that was refused."""
+
+    OPEN: ClassVar = True
 
     type: Literal["refusal"]
     refusal: str
@@ -140,7 +158,7 @@ class TextBody(StreamedBody, frozen=True, kw_only=True):
     """The fields that completions and chats have."""
 
     SAMPLING: ClassVar = TEXT_SAMPLING
-    NEUTRAL: ClassVar = _NEUTRAL | {"metadata"}
+    NEUTRAL: ClassVar = _NEUTRAL | {"metadata": "nothing is stored"}
 
     n: Int64 = 1
     prompt_logprobs: Int64 | None = None
@@ -152,6 +170,9 @@ class TextBody(StreamedBody, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    request_id: str = ""
+    echo: bool = False
     prediction: Prediction | None = None
 
 
@@ -165,30 +186,66 @@ class CompletionBody(TextBody, frozen=True, kw_only=True):
 
     prompt: Prompts | None = None
     max_tokens: Int64 = 16
-    echo: bool = False
-    logprobs: Int64 | None = None
+    logprobs: Int64 | bool | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    add_special_tokens: bool = True
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether to reason, as in the interfaces of DeepSeek, GLM and Kimi."""
+
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("clear_thinking", "keep"),
+        "the chat template decides which reasoning of a history it shows",
+    )
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Budget | None = None
+
+    @property
+    def on(self) -> bool | None:
+        return None if self.type == "auto" else self.type != "disabled"
+
+
+class ReasoningRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat's reasoning, as in the interfaces of OpenRouter and Together."""
+
+    NEUTRAL: ClassVar = {"summary": "the reasoning itself is returned"}
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool = False
+    max_tokens: Budget | None = None
 
 
 class ChatBody(TextBody, frozen=True, kw_only=True):
     """`/v1/chat/completions`."""
 
+    NEUTRAL: ClassVar = TextBody.NEUTRAL | {
+        "prompt_cache_options": "the cache decides",
+        "store": "nothing is stored",
+        "verbosity": _VERBOSITY,
+        "web_search_options": "nothing is searched, and a model may do without",
+    }
     REFUSED: ClassVar = _REFUSED_BY_BOTH | {
+        "add_special_tokens": RefusedField("the chat template writes them"),
         "audio": RefusedField("text alone is made"),
         "chat_template": _CHAT_TEMPLATE,
-        "documents": RefusedField("give them in `chat_template_kwargs` or in messages"),
         "function_call": RefusedField(f"{_OLD_FORM} `tool_choice`", (*EMPTY, "none", "auto")),
         "functions": RefusedField(f"{_OLD_FORM} `tools`"),
         "modalities": RefusedField("text alone is made", (*EMPTY, ["text"])),
-        "store": RefusedField("nothing is stored"),
+        "moderation": _MODERATION,
         "stream_reasoning": RefusedField("it comes as it is made", (True,)),
-        "verbosity": _VERBOSITY,
-        "web_search_options": RefusedField("nothing is searched"),
+        "truncation_side": RefusedField(
+            "the end of a chat's prompt begins its answer", (*EMPTY, "left")
+        ),
     }
 
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] = []
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
     logprobs: bool = False
@@ -197,9 +254,26 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    reasoning: ReasoningRequest | None = None
     thinking_token_budget: Budget | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
+
+    @property
+    def budget(self) -> tuple[str, int | None]:
+        """The most tokens of reasoning, after the field that has them."""
+        thinking, reasoning = self.thinking, self.reasoning
+        if thinking is not None and thinking.budget_tokens is not None:
+            return "thinking.budget_tokens", thinking.budget_tokens
+        if reasoning is not None and reasoning.max_tokens is not None:
+            return "reasoning.max_tokens", reasoning.max_tokens
+        return "thinking_token_budget", self.thinking_token_budget
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning and not (self.reasoning and self.reasoning.exclude)
 
 
 class GenerateBody(StreamedBody, frozen=True, kw_only=True):
@@ -219,7 +293,7 @@ class GenerateBody(StreamedBody, frozen=True, kw_only=True):
 class TextOptions(msgspec.Struct, frozen=True):
     """Options of a response's text."""
 
-    REFUSED: ClassVar = {"verbosity": _VERBOSITY}
+    NEUTRAL: ClassVar = {"verbosity": _VERBOSITY}
 
     format: dict[str, Any] | None = None
 
@@ -227,7 +301,7 @@ class TextOptions(msgspec.Struct, frozen=True):
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
     """Options of a response's stream, whose last event has the usage anyway."""
 
-    include_obfuscation: bool | None = None
+    NEUTRAL: ClassVar = {"include_obfuscation": _NO_PADDING}
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,22 +312,31 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored conversation."""
+
+    id: str
+
+
 class ResponseBody(RequestBody, frozen=True, kw_only=True):
     """`/v1/responses`."""
 
     SAMPLING: ClassVar = TEXT_SAMPLING
-    NEUTRAL: ClassVar = _NEUTRAL | {"max_tool_calls", "prompt_cache_options"}
-    REFUSED: ClassVar = _REFUSED | {
-        "background_options": RefusedField("there is one speed; `priority` says more"),
-        "context_management": RefusedField("prompts are taken whole"),
-        "conversation": RefusedField(
-            "there are no conversations by name; `previous_response_id` goes on with one"
-        ),
-        "moderation": RefusedField("nothing is judged"),
-        "prompt": RefusedField("there are no prompts by name; send `input`"),
-        "truncation": RefusedField("prompts are taken whole", (*EMPTY, "disabled")),
+    NEUTRAL: ClassVar = _NEUTRAL | {
+        "max_tool_calls": "only for built-in tools, which don't exist here",
+        "prompt_cache_options": "the cache decides",
         "verbosity": _VERBOSITY,
     }
+    REFUSED: ClassVar = (
+        _REFUSED
+        | WHOLE
+        | {
+            "background_options": RefusedField("there is one speed; `priority` says more"),
+            "context_management": RefusedField("prompts are taken whole"),
+            "moderation": _MODERATION,
+            "prompt": RefusedField("there are no prompts by name; send `input`"),
+        }
+    )
 
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -263,12 +346,14 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None
+    conversation: str | NamedConversation | None = None
     kv_session: KVSession | None = None
     metadata: dict[str, str] = {}
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: dict[str, Any] = {}
     text: TextOptions = TextOptions()
+    truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
@@ -276,11 +361,18 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: Budget | None = None
 
+    @property
+    def conversation_id(self) -> str:
+        """The id of its conversation; "" for none."""
+        given = self.conversation
+        return given.id if isinstance(given, NamedConversation) else given or ""
+
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A function's name with its arguments: an object, or its JSON."""
 
-    NEUTRAL: ClassVar = frozenset({"parsed_arguments"})
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = {"parsed_arguments": _ANSWERED}
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -289,18 +381,52 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call, as clients' libraries hand it back."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"extra_content", "index"}
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(("extra_content", "index"), _ANSWERED)
 
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] | None = None
 
 
-class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of a chat."""
+class Thought(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning of an assistant's message, in a part or beside the content.
 
-    # `parsed` is an addition of OpenAI's library to our messages.
-    NEUTRAL: ClassVar = CACHE_MARKS | {"parsed"}
+    Mistral's, Anthropic's and LangChain's parts have different names for the text, and so have
+    LiteLLM's `thinking_blocks` and OpenRouter's `reasoning_details`. Encrypted ones have none.
+    """
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(
+        ("closed", "data", "format", "id", "index", "signature"), _ANSWERED
+    )
+
+    type: str | None = None
+    thinking: str | list[TextPart] | None = None
+    text: str | None = None
+    reasoning: str | None = None
+    summary: str | None = None
+
+    @property
+    def written(self) -> str:
+        if isinstance(self.thinking, list):
+            return "".join(part.text for part in self.thinking)
+        return self.thinking or self.text or self.reasoning or self.summary or ""
+
+
+class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of a chat.
+
+    Attributes:
+        function_call: A tool call of OpenAI's old form, whose result is of the role "function".
+        thinking_blocks: Reasoning, if none is given as a text; `reasoning_details` likewise.
+    """
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | {"parsed": _ANSWERED}
+    REFUSED: ClassVar = {
+        "audio": RefusedField("no sounds are kept; send the text that was spoken"),
+    }
 
     role: Role
     content: str | list[dict[str, Any]] | None = None
@@ -309,7 +435,11 @@ class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    reasoning_text: str | None = None
     refusal: str | None = None
+    function_call: CalledFunction | None = None
+    thinking_blocks: list[Thought] | None = None
+    reasoning_details: list[Thought] | None = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -339,12 +469,13 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingCommon(RequestBody, frozen=True, kw_only=True):
     """The fields of all calls that embed."""
 
-    NEUTRAL: ClassVar = frozenset({"user"})
+    NEUTRAL: ClassVar = {"user": _TENANT}
     REFUSED: ClassVar = {
         "add_special_tokens": RefusedField("they are added", (True,)),
-        "truncate_prompt_tokens": REFUSED["truncate_prompt_tokens"],
     }
 
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] = "left"
     dimensions: Int64 | None = None
     pooling: PoolingKind | Literal[""] = ""
     normalize: bool | None = None
@@ -367,11 +498,22 @@ class ScoreBody(EmbeddingCommon, frozen=True, kw_only=True):
 class Document(msgspec.Struct, frozen=True):
     """A text in an object."""
 
+    OPEN: ClassVar = True
+    REFUSED: ClassVar = {"image": RefusedField("texts alone are compared")}
+
     text: str
 
 
 class RerankBody(EmbeddingCommon, frozen=True, kw_only=True):
     """`/rerank`."""
+
+    NEUTRAL: ClassVar = EmbeddingCommon.NEUTRAL | {
+        "max_chunks_per_doc": "documents are not divided",
+    }
+    REFUSED: ClassVar = EmbeddingCommon.REFUSED | {
+        "max_tokens_per_doc": RefusedField("documents are taken whole"),
+        "rank_fields": RefusedField("a document's `text` alone is compared", (*EMPTY, ["text"])),
+    }
 
     query: str = ""
     documents: list[str | dict[str, Any]] | None = None

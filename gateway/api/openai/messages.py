@@ -15,24 +15,28 @@ from ....text.conversation import arguments_of as called_with
 from ....text.conversation import check_results
 from ....text.messages import Tool, ToolUse, tool_of, tools_of
 from ...server.http import field_error
-from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
+from ...serving.chat_templates import Conversation, Reasoning, Turn, reasoning_of_effort
 from ...serving.fields import read_part
 from ...serving.images import content_of as joined_content
 from ...serving.images import image_part, of_url, sources_in, text_part, unsupported_here
 from ...serving.tools import tool_call, tool_use_of, with_allowed, with_named
 from .bodies import (
     CACHE_MARKS,
-    CalledTool,
     ChatBody,
     ImageUrlPart,
     OpenAIMessage,
     RefusalPart,
     ResponseBody,
     TextPart,
+    Thought,
     TokenizeBody,
 )
 
 _IMAGES = frozenset({"image_url", "input_image"})
+THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_text"})
+"""Types of parts with an assistant's reasoning."""
+
+_ROLES = {"function": "tool"}
 
 
 def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
@@ -60,9 +64,51 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         turns=turns,
         add_generation_prompt=not body.continue_final_message if begin is None else begin,
         continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-        reasoning=reasoning_of_effort(body.reasoning_effort, "reasoning_effort"),
+        variables=_variables(body),
+        may_be_longer=getattr(body, "truncate_prompt_tokens", None) is not None,
+        reasoning=_requested_reasoning(body),
     )
+
+
+def _requested_reasoning(body: ChatBody | TokenizeBody) -> Reasoning | None:
+    """Return a chat's request for reasoning, which has several names.
+
+    Raises:
+        FieldError: Two fields contradict each other.
+    """
+    effort, effort_param = body.reasoning_effort, "reasoning_effort"
+    if not isinstance(body, ChatBody):
+        return reasoning_of_effort(effort, effort_param)
+    if effort is None and body.reasoning is not None:
+        effort, effort_param = body.reasoning.effort, "reasoning.effort"
+    asked = {
+        "enable_thinking": body.enable_thinking,
+        "thinking": body.thinking.on if body.thinking else None,
+        "reasoning": body.reasoning.enabled if body.reasoning else None,
+        effort_param: False if effort == "none" else None,
+    }
+    asked = {param: on for param, on in asked.items() if on is not None}
+    if len(set(asked.values())) > 1:
+        param, *others = asked
+        raise field_error(param, f"says otherwise than {' and '.join(others)}; give one of them")
+    if not asked or effort_param in asked:
+        return reasoning_of_effort(effort, effort_param)
+    param, on = next(iter(asked.items()))
+    return Reasoning(on=on, effort=effort, on_param=param, effort_param=effort_param)
+
+
+def _variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Return the variables of the chat template.
+
+    Raises:
+        FieldError: `documents` are there twice.
+    """
+    given = body.chat_template_kwargs
+    if not (documents := getattr(body, "documents", [])):
+        return given
+    if given.get("documents", documents) != documents:
+        raise field_error("documents", "are others in chat_template_kwargs; give them once")
+    return given | {"documents": documents}
 
 
 def turn_of(given: dict[str, Any], where: str) -> Turn:
@@ -74,40 +120,63 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
             in the body.
     """
     message = read_part(given, OpenAIMessage, where)
-    calls = [
-        _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
-    ]
+    role = _ROLES.get(message.role, message.role)
     content = message.refusal if message.content is None else message.content
-    reasoning = message.reasoning_content or message.reasoning
-    if content is None and message.role != "assistant":
+    if content is None and role not in ("assistant", "tool"):
         raise field_error(
             f"{where}.content", "is missing; it is a text, or a list of parts of text"
         )
-    read = text_of if message.role == "assistant" else content_of
-    turn: Turn = {"role": message.role, "content": read(content or "", f"{where}.content")}
-    optional = {
-        "name": message.name,
-        "tool_calls": calls or None,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": reasoning,
-    }
-    return turn | {name: value for name, value in optional.items() if value is not None}
+    place = f"{where}.content"
+    turn: Turn = {"role": role}
+    if role == "assistant":
+        turn["content"], thoughts = text_and_thoughts(content or "", place)
+        turn["tool_calls"] = _calls_of(message, where)
+        turn["reasoning_content"] = _reasoning_of(message, thoughts)
+    else:
+        turn["content"] = content_of(content or "", place)
+    turn |= {"name": message.name, "tool_call_id": message.tool_call_id}
+    return {name: value for name, value in turn.items() if value or name == "content"}
 
 
-def text_of(content: str | list[dict[str, Any]], where: str) -> str:
-    """Return the text of a message's content; `where` is its path in the body.
+def text_and_thoughts(content: str | list[dict[str, Any]], where: str) -> tuple[str, list[Thought]]:
+    """Return the text of an assistant's content, and its parts with reasoning; `where` is its path.
 
     Raises:
-        FieldError: A part is no text.
+        FieldError: A part is neither.
     """
-    found = content_of(content, where)
+    thoughts: list[Thought] = []
+    found = content_of(content, where, thoughts)
     if isinstance(found, str):
-        return found
+        return found, thoughts
     raise unsupported_here(sources_in([{"content": found}])[0].where)
 
 
-def content_of(content: str | list[dict[str, Any]], where: str) -> str | list[dict[str, Any]]:
+def _reasoning_of(message: OpenAIMessage, thoughts: Sequence[Thought]) -> str:
+    """Return an assistant's reasoning; several fields of a message have the same."""
+    details = message.reasoning_details or ()
+    return (
+        message.reasoning_content
+        or message.reasoning
+        or message.reasoning_text
+        or _joined(thoughts)
+        or _joined(message.thinking_blocks or ())
+        # Programs collect the pieces of a stream in this list.
+        or "".join(each.written for each in details)
+    )
+
+
+def _joined(thoughts: Sequence[Thought]) -> str:
+    return "\n".join(filter(None, (each.written for each in thoughts)))
+
+
+def content_of(
+    content: str | list[dict[str, Any]], where: str, thoughts: list[Thought] | None = None
+) -> str | list[dict[str, Any]]:
     """Return a message's content: its text, or with images its parts.
+
+    Args:
+        where: Its path in the body.
+        thoughts: Gets the parts with reasoning; None if there may be none.
 
     Raises:
         FieldError: A part is neither text nor an image.
@@ -121,6 +190,8 @@ def content_of(content: str | list[dict[str, Any]], where: str) -> str | list[di
             parts.append(text_part(read_part(part, TextPart, param).text))
         elif kind == "refusal":
             parts.append(text_part(read_part(part, RefusalPart, param).refusal))
+        elif thoughts is not None and isinstance(kind, str) and kind in THOUGHTS:
+            thoughts.append(read_part(part, Thought, param))
         elif isinstance(kind, str) and kind in _IMAGES:
             url = read_part(part, ImageUrlPart, param).url
             parts.append(image_part(of_url(url, f"{param}.image_url")))
@@ -133,11 +204,19 @@ def content_of(content: str | list[dict[str, Any]], where: str) -> str | list[di
     return joined_content(parts)
 
 
-def _call(call: CalledTool, where: str) -> dict[str, Any]:
-    """Return a tool call of the history, with its arguments as an object."""
-    arguments = arguments_of(call.function.arguments, f"{where}.function.arguments")
+def _calls_of(message: OpenAIMessage, where: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a message, with their arguments as objects."""
+    calls = [
+        (call.id, call.function, f"{where}.tool_calls[{place}].function")
+        for place, call in enumerate(message.tool_calls or ())
+    ]
+    if message.function_call is not None and not calls:
+        calls.append((None, message.function_call, f"{where}.function_call"))
     # Without additions of clients' libraries, which templates would write out.
-    return tool_call(call.id, call.function.name, arguments)
+    return [
+        tool_call(call_id, called.name, arguments_of(called.arguments, f"{path}.arguments"))
+        for call_id, called, path in calls
+    ]
 
 
 def arguments_of(given: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
@@ -158,6 +237,7 @@ _CHOICE = "tool_choice"
 class Function(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = CACHE_MARKS
 
     name: str
@@ -169,6 +249,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 class NestedTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool of a chat."""
 
+    OPEN: ClassVar = True
     NEUTRAL: ClassVar = CACHE_MARKS
 
     type: Literal["function"]
@@ -189,7 +270,9 @@ class FlatTool(Function, frozen=True, kw_only=True):
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A function in a choice, by its name. Its parameters stand in the call's tools."""
 
-    NEUTRAL: ClassVar = CACHE_MARKS | {"description", "parameters", "strict"}
+    NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(
+        ("description", "parameters", "strict"), "those in `tools` count"
+    )
 
     name: str
 
@@ -201,6 +284,12 @@ class NestedNamed(msgspec.Struct, frozen=True, kw_only=True):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class ChoiceMode(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice by its mode alone, in an object."""
+
+    type: Literal["none", "auto", "required"]
 
 
 class FlatNamed(NamedFunction, frozen=True, kw_only=True):
@@ -260,10 +349,16 @@ def chat_tools(given: list[dict[str, Any]], form: _Form = _NESTED) -> tuple[Tool
     Raises:
         FieldError: A tool is not a function, or its name or schema is invalid.
     """
+    forms = [_form_of(tool, form) for tool in given]
     return tools_of(
-        (f"tools[{place}]{form.function}", _tool(tool, f"tools[{place}]", form))
-        for place, tool in enumerate(given)
+        (f"tools[{place}]{own.function}", _tool(tool, f"tools[{place}]", own))
+        for place, (tool, own) in enumerate(zip(given, forms, strict=True))
     )
+
+
+def _form_of(given: Any, form: _Form) -> _Form:
+    """Return the form of a tool or a choice; some programs send flat ones in chats too."""
+    return _FLAT if "name" in given and "function" not in given else form
 
 
 def tool_use(fields: ChatBody | ResponseBody) -> ToolUse:
@@ -279,7 +374,11 @@ def tool_use(fields: ChatBody | ResponseBody) -> ToolUse:
             return use
         case "none" | "auto" | "required":
             return tool_use_of(use.tools, choice, parallel=use.parallel)
+        case {"type": "none" | "auto" | "required"}:
+            mode = read_part(choice, ChoiceMode, _CHOICE).type
+            return tool_use_of(use.tools, mode, parallel=use.parallel)
         case {"type": "function"}:
+            form = _form_of(choice, form)
             named = read_part(choice, form.named, _CHOICE).function.name
             return with_named(use, named, f"{_CHOICE}{form.function}.name")
         case {"type": "allowed_tools"}:

@@ -30,9 +30,11 @@ _PROBE = (0,)
 
 
 class AbortBody(msgspec.Struct, frozen=True):
-    """AbortReq."""
+    """`/abort_request`: AbortReq."""
 
-    NEUTRAL: ClassVar = frozenset({"finished_reason", "abort_message"})
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("finished_reason", "abort_message"), "the answer has a reason and a text of its own"
+    )
 
     rid: str = ""
     abort_all: bool = False

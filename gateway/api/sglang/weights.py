@@ -13,20 +13,24 @@ import msgspec
 
 from ....bus.control import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
-from ....config import Int64, NanoInferenceError, RequestError
+from ....config import Int64, NanoInferenceError, RequestError, field_error, shown
 from ....config.temporary import temporary_folder
 from ...call import Call
 from ...server.http import JsonResponse, Response, decode_object, error_response
-from ...serving.fields import read_part
+from ...serving.fields import RefusedField, read_part
+from ...serving.model_names import alias_of
 from ...serving.services import Services
 from .requests import read_sglang_object
 from .sync import WeightSync
 
-# The engine itself frees memory and records graphs. Cached prefixes of other weights are never
-# used, flushed or not.
-_NEUTRAL = frozenset(
-    {"flush_cache", "torch_empty_cache", "recapture_cuda_graph", "keep_pause", "token_step"}
-)
+_BY_ITSELF = "the engine itself frees memory and records graphs"
+_NEUTRAL = {
+    "flush_cache": "cached prefixes of other weights are never used, flushed or not",
+    "torch_empty_cache": _BY_ITSELF,
+    "recapture_cuda_graph": _BY_ITSELF,
+    "keep_pause": "a pause lasts until generation is continued",
+    "token_step": "`weight_version` is the label",
+}
 _SELECTORS = ("all", "target")
 
 _UNPACKED_AT_ONCE = 1
@@ -44,7 +48,7 @@ T = TypeVar("T")
 
 
 class GroupBody(msgspec.Struct, frozen=True):
-    """InitWeightsUpdateGroupReqInput."""
+    """`/init_weights_update_group`."""
 
     master_address: str
     master_port: Int64
@@ -55,7 +59,7 @@ class GroupBody(msgspec.Struct, frozen=True):
 
 
 class LeaveBody(msgspec.Struct, frozen=True):
-    """DestroyWeightsUpdateGroupReqInput."""
+    """`/destroy_weights_update_group`."""
 
     group_name: str = "weight_update_group"
 
@@ -64,6 +68,10 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of all updates."""
 
     NEUTRAL: ClassVar = _NEUTRAL
+    REFUSED: ClassVar = {
+        "is_async": RefusedField("an update is answered when it is in place"),
+        "manifest": RefusedField("the tensors are named in the call or in their file"),
+    }
 
     weight_version: str | None = None
     abort_all_requests: bool = False
@@ -72,7 +80,7 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DistributedBody(UpdateBody, frozen=True, kw_only=True):
-    """UpdateWeightsFromDistributedReqInput."""
+    """`/update_weights_from_distributed`."""
 
     names: list[str]
     dtypes: list[str]
@@ -81,37 +89,37 @@ class DistributedBody(UpdateBody, frozen=True, kw_only=True):
 
 
 class DiskBody(UpdateBody, frozen=True, kw_only=True):
-    """UpdateWeightFromDiskReqInput."""
+    """`/update_weights_from_disk`."""
 
     model_path: str
 
 
 class TensorBody(UpdateBody, frozen=True, kw_only=True):
-    """UpdateWeightsFromTensorReqInput."""
+    """`/update_weights_from_tensor`."""
 
     serialized_named_tensors: list[str]
 
 
 class SessionBody(msgspec.Struct, frozen=True):
-    """BeginWeightUpdateReqInput."""
+    """`/begin_weight_update`."""
 
     selector: str = "all"
 
 
 class PauseBody(msgspec.Struct, frozen=True):
-    """PauseGenerationReqInput."""
+    """`/pause_generation`."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class EmptyBody(msgspec.Struct, frozen=True):
-    """ContinueGenerationReqInput and EndWeightUpdateReqInput, of which no field counts."""
+    """`/continue_generation` and `/end_weight_update`."""
 
     NEUTRAL: ClassVar = _NEUTRAL
 
 
 class MemoryBody(msgspec.Struct, frozen=True):
-    """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
+    """`/release_memory_occupation` and `/resume_memory_occupation`."""
 
     tags: list[MemoryTag | Literal["cuda_graph"]] | None = None
 
@@ -124,23 +132,24 @@ class MemoryBody(msgspec.Struct, frozen=True):
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """UpdateWeightVersionReqInput."""
+    """`/update_weight_version`."""
 
     new_version: str
     abort_all_requests: bool = True
 
 
 class UnloadLoraBody(msgspec.Struct, frozen=True):
-    """UnloadLoRAAdapterReqInput."""
+    """`/unload_lora_adapter`."""
 
     lora_name: str
 
 
 class LoadLoraBody(UnloadLoraBody, frozen=True):
-    """LoadLoRAAdapterReqInput."""
+    """`/load_lora_adapter`."""
 
-    # The engine has no pool of adapters beside the loaded ones.
-    NEUTRAL: ClassVar = frozenset({"pinned", "added_tokens_config"})
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("pinned", "added_tokens_config"), "there is no pool of adapters beside the loaded ones"
+    )
 
     lora_path: str
 
@@ -258,6 +267,12 @@ class WeightCalls:
     async def load_adapter(self, call: Call) -> Response:
         """Load an adapter; a loaded one of that name gets new weights."""
         body = await self._read(call, LoadLoraBody)
+        if target := alias_of(body.lora_name, self._services.config.gateway.model_aliases):
+            raise field_error(
+                "lora_name",
+                f"is {shown(body.lora_name)}, which gateway.model_aliases serves as "
+                f"{shown(target)}; give the adapter another name",
+            )
         loading = self._client.load_adapter(body.lora_name, body.lora_path)
         return await self._adapter_outcome(loading, body.lora_name, loaded=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
+from nano_inference.config import field_name
 from nano_inference.config.sampling import PARAMETERS
 from nano_inference.gateway.api.anthropic.bodies import CountBody, MessagesBody
+from nano_inference.gateway.api.ollama.bodies import BODIES as OLLAMA_BODIES
 from nano_inference.gateway.api.openai.bodies import BODIES
 from nano_inference.gateway.api.sglang.requests import SGLangSampling
-from nano_inference.gateway.serving.fields import read_part
+from nano_inference.gateway.server.http import FieldError
+from nano_inference.gateway.serving.fields import check_fields, collect_ignored, read_part
 from nano_inference.gateway.serving.sampling_fields import (
     ANTHROPIC,
+    OLLAMA,
     SGLANG,
     TEXT_SAMPLING,
     VLLM,
@@ -30,48 +35,67 @@ Bodies = Mapping[str, type[msgspec.Struct]]
 INTERFACES: dict[str, Bodies] = {
     "openai": {**BODIES},
     "anthropic": {"messages": MessagesBody, "count_tokens": CountBody},
+    "ollama": OLLAMA_BODIES,
 }
+WRITER = runpy.run_path(str(DOCS / "write_compatibility.py"))
+READ_FROM_BODIES: list[type[msgspec.Struct]] = WRITER["all_structs"]()
 ALL = [kind for bodies in INTERFACES.values() for kind in bodies.values()] + [SGLangSampling]
 
 
-def rows(document: str) -> list[tuple[str, str, str, str]]:
+def rows(document: str) -> list[tuple[str, str, str]]:
     text = (DOCS / f"{document}.md").read_text()
-    row = r"^\| `(\w+)` \| (.+?) \| (honoured|neutral|refused) \| (.+) \|$"
-    return re.findall(row, text, re.M)
+    fields = text.partition("\n## Fields\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", fields, re.M)
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_the_document_has_each_field_of_each_call(interface: str) -> None:
-    documented = [
-        (call, name, becomes)
-        for name, calls, becomes, _ in rows(interface)
-        for call in calls.split(", ")
+def test_the_document_has_each_honoured_field_of_each_call(interface: str) -> None:
+    documented = [(call, name) for name, calls, _ in rows(interface) for call in calls.split(", ")]
+    declared = [
+        (call, name)
+        for call, kind in INTERFACES[interface].items()
+        for name in {*kind.__struct_fields__, *getattr(kind, "SAMPLING", ())}
     ]
-    declared = []
-    for call, kind in INTERFACES[interface].items():
-        honoured = {*kind.__struct_fields__, *getattr(kind, "SAMPLING", ())}
-        for becomes, names in (
-            ("honoured", honoured),
-            ("neutral", getattr(kind, "NEUTRAL", ())),
-            ("refused", getattr(kind, "REFUSED", ())),
-        ):
-            declared += [(call, name, becomes) for name in names]
     assert sorted(documented) == sorted(declared)
 
 
-@pytest.mark.parametrize("interface", INTERFACES)
-def test_the_document_says_why_a_field_is_refused(interface: str) -> None:
-    for name, calls, becomes, what in rows(interface):
-        for call in calls.split(", ") if becomes == "refused" else ():
-            refused = getattr(INTERFACES[interface][call], "REFUSED")  # noqa: B009
-            assert refused[name].why == what, (call, name)
+def test_the_page_of_compatibility_has_the_kind_of_each_field() -> None:
+    """`python docs/write_compatibility.py` writes the page."""
+    assert WRITER["page"]() == WRITER["PAGE"].read_text()
+
+
+@pytest.mark.parametrize("kind", READ_FROM_BODIES, ids=lambda kind: kind.__name__)
+def test_each_field_has_one_kind_and_a_reason(kind: type[msgspec.Struct]) -> None:
+    neutral, refused = getattr(kind, "NEUTRAL", {}), getattr(kind, "REFUSED", {})
+    honoured = {*kind.__struct_fields__, *getattr(kind, "SAMPLING", ())}
+    kinds = [*honoured, *neutral, *refused]
+    assert len(set(kinds)) == len(kinds), {name for name in kinds if kinds.count(name) > 1}
+    assert all(neutral.values())
+    assert all(each.why for each in refused.values())
+
+
+@pytest.mark.parametrize("kind", READ_FROM_BODIES, ids=lambda kind: kind.__name__)
+def test_a_refused_field_is_named(kind: type[msgspec.Struct]) -> None:
+    for name, refused in getattr(kind, "REFUSED", {}).items():
+        with pytest.raises(FieldError) as raised:
+            check_fields({name: [{"some": "thing"}]}, kind, "within")
+        assert (raised.value.code, raised.value.param) == ("unsupported", f"within.{name}")
+        assert refused.why in raised.value.message
+
+
+@pytest.mark.parametrize("kind", READ_FROM_BODIES, ids=lambda kind: kind.__name__)
+def test_a_neutral_field_is_named_and_taken(kind: type[msgspec.Struct]) -> None:
+    neutral = getattr(kind, "NEUTRAL", {})
+    ignored = collect_ignored()
+    check_fields({name: [{"some": "thing"}] for name in neutral}, kind, "within[3]")
+    assert list(ignored) == [f"within[].{field_name(name)}" for name in neutral]
 
 
 @pytest.mark.parametrize(("interface", "names"), [("openai", TEXT_SAMPLING), ("openai", VLLM)])
 def test_the_document_has_the_meaning_of_each_sampling_parameter(
     interface: str, names: Mapping[str, str]
 ) -> None:
-    meanings = {name: what for name, _, becomes, what in rows(interface) if becomes == "honoured"}
+    meanings = {name: what for name, _, what in rows(interface)}
     own = {"max_tokens", "logprobs"}  # with a line about each call
     for name, parameter in names.items():
         assert name in own or meanings[name] == PARAMETERS[parameter].meaning
@@ -141,6 +165,7 @@ CALLS: list[tuple[str, dict[str, Any], str, Mapping[str, str]]] = [
     ("/inference/v1/generate", {"token_ids": [5]}, "sampling_params", VLLM),
     ("/generate", {"text": "a"}, "sampling_params", SGLANG),
     ("/v1/messages", {"messages": HELLO}, "", ANTHROPIC),
+    ("/api/chat", {"messages": HELLO}, "options", OLLAMA),
 ]
 
 
@@ -152,7 +177,7 @@ async def test_each_field_reaches_the_engine(
     # Lower priorities are earlier for vLLM, and later for SGLang.
     fields = {"priority": -2 if is_sglang else 2, "budget_ms": 60_000}
     fields |= {"extra_key" if is_sglang else "cache_salt": "s"}
-    samples = {"n": 2} if within or "completions" in path else {}
+    samples = {"n": 2} if within.startswith("sampling") or "completions" in path else {}
     given = {name: GIVEN[own] for name, own in names.items()} | samples
     answer = await http.post(path, json=body | fields | ({within: given} if within else given))
     assert answer.status_code == 200, answer.text

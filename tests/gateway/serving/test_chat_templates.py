@@ -24,6 +24,7 @@ from nano_inference.gateway.serving.chat_templates import (
     reasoning_of_effort,
     reasoning_variables,
 )
+from nano_inference.gateway.serving.fields import collect_ignored
 from nano_inference.gateway.serving.tokenizer import LazyTokenizer
 from nano_inference.text.chat_template import TemplateWorkers
 from nano_inference.text.messages import Tool
@@ -263,10 +264,12 @@ def refusal_of(*given: Any) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize("always", [True, False])
-def test_an_unread_effort_is_refused(always: bool) -> None:
+def test_an_unread_effort_is_neutral(always: bool) -> None:
     """Also of a model that always reasons: how much can't be said to it."""
+    ignored = collect_ignored()
     effort = reasoning_of_effort("low", "reasoning.effort")
-    assert refusal_of(effort, {}, ALWAYS, always) == ("unsupported", "reasoning.effort")
+    assert reasoning_variables(effort, {"a": 1}, ALWAYS, always) == {"a": 1}
+    assert list(ignored) == ["reasoning.effort"]
 
 
 ON = Reasoning(on=True, on_param="thinking.type", effort_param="output_config.effort")
@@ -275,12 +278,24 @@ ON = Reasoning(on=True, on_param="thinking.type", effort_param="output_config.ef
 def test_a_model_that_always_reasons_needs_no_variable() -> None:
     assert reasoning_variables(ON, {}, ALWAYS, always=True) == {}
     assert reasoning_variables(ON, {}, GPT_OSS, always=False) == {}
-    assert refusal_of(ON, {}, ALWAYS, False) == ("unsupported", "thinking.type")
+    ignored = collect_ignored()
+    assert reasoning_variables(ON, {}, ALWAYS, always=False) == {}
+    assert list(ignored) == ["thinking.type"]
+
+
+def test_a_model_that_always_reasons_goes_on_when_asked_not_to() -> None:
+    asked = reasoning_of_effort("none", "reasoning_effort")
+    for always, named in ((True, ["reasoning_effort"]), (False, [])):
+        ignored = collect_ignored()
+        assert reasoning_variables(asked, {}, ALWAYS, always=always) == {}
+        assert list(ignored) == named
 
 
 def test_an_effort_beside_a_switch_is_not_the_switch() -> None:
+    ignored = collect_ignored()
     asked = msgspec.structs.replace(ON, effort="low")
-    assert refusal_of(asked, {}, QWEN, True) == ("unsupported", "output_config.effort")
+    assert reasoning_variables(asked, {}, QWEN, always=True) == {"enable_thinking": True}
+    assert list(ignored) == ["output_config.effort"]
     found = reasoning_variables(asked, {}, BOTH, always=True)
     assert found == {"enable_thinking": True, "reasoning_effort": "low"}
 

@@ -32,8 +32,6 @@ UNKNOWN_PARTS: tuple[Any, ...] = (
         for kind in ("image_url", "audio", "", 1, None, [], {})
     ),
     [{"role": "user", "content": [{}]}],
-    [{"role": "user", "content": "a", "colour": "red"}],
-    [{"role": "user", "content": "a", "\x00": [1]}],
 )
 
 
@@ -68,11 +66,12 @@ class Interface(NamedTuple):
         within: Names the object of which are `sampling`; else they are of the body itself.
         sampling: Fields that are mutated, too.
         unsupported: Fields that are refused unless they ask for nothing.
-        harmless: Fields that change nothing.
+        neutral: Fields that change nothing.
         needed: By name, what a body without that field is answered with.
         last: As `Wanted.last`, of its streams.
         method: By which it is called; `others` are those of other endpoints at its path.
         status: Status of its answers.
+        streams: Whether its answers are streams, unless a body asks for none.
     """
 
     path: str
@@ -82,12 +81,13 @@ class Interface(NamedTuple):
     within: str = ""
     sampling: tuple[Field, ...] = ()
     unsupported: tuple[str, ...] = ()
-    harmless: tuple[str, ...] = ()
+    neutral: tuple[str, ...] = ()
     needed: tuple[tuple[str, str], ...] = ()
     last: str = "data: [DONE]"
     method: bytes = b"POST"
     others: tuple[bytes, ...] = ()
     status: int = 200
+    streams: bool = False
 
     def head(self, headers: Headers) -> bytes:
         """That of a call, with these headers."""
@@ -172,8 +172,8 @@ LENGTH = integer("max_tokens", (1, 3, 10**6, 2**62, None), (4,), (-1, -(2**63)),
 LOGPROBS = integer("logprobs", (1, 20), (0, None), (-1, 21, 2**62))
 STREAM = flag("stream", "stream")
 OPTIONS = Field(
-    *("stream_options", (), (None,)),
-    (1, "a", [], {"include_usage": "a"}, {}, {"include_usage": True}),
+    *("stream_options", (), (None, {}, {"include_usage": True}, {"include_obfuscation": 1})),
+    (1, "a", [], {"include_usage": "a"}),
     *(({"x": 1},), refused("unsupported"), "stream"),
 )
 KWARGS = Field(
@@ -181,9 +181,16 @@ KWARGS = Field(
     ({"a": 1}, {"tokenize": True}, {"": 1}, {"messages'": DEEP}),
     refused("unsupported"),
 )
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "98 + 25 ="}]}]
+PARTS: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "98 + 25 ="}]}]
 TALK = [*HELLO, {"role": "assistant", "content": "é\U0001f600"}, {"role": "user", "content": "b"}]
-TALKS = Field("messages", (TALK,), (PARTS,), BAD_TALKS, UNKNOWN_PARTS, refused("unsupported"))
+# Unknown fields within messages are neutral.
+MARKED: tuple[Any, ...] = (
+    [HELLO[0] | {"colour": "red", "\x00": [1], "é\n": DEEP}],
+    [PARTS[0] | {"content": [PARTS[0]["content"][0] | {"": {}, "__class__": True}]}],
+)
+TALKS = Field(
+    "messages", (TALK,), (PARTS, *MARKED), BAD_TALKS, UNKNOWN_PARTS, refused("unsupported")
+)
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 LONG = "x" * 900_000
@@ -200,7 +207,7 @@ NO_PREDICTION: tuple[Any, ...] = (
 )
 UNKNOWN_IN_PREDICTION: tuple[Any, ...] = (
     {"type": "content", "content": "a", "more": 1},
-    {"type": "content", "content": [{"type": "text", "text": "a", "more": 1}]},
+    {"type": "content", "content": "a", "\x00": [1]},
 )
 IDS_OUTSIDE: tuple[Any, ...] = ([-1], [1, 10**6], [2**63 - 1], [768])
 TOOLS = ("tools", "response_format", "functions", "structured_outputs", "audio")
@@ -242,7 +249,7 @@ COMPLETIONS = Interface(
         Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
     unsupported=(*TOOLS[1:2], "suffix", "best_of", "guided_json", "use_beam_search"),
-    harmless=("user", "metadata", "prompt_cache_key", "safety_identifier"),
+    neutral=("user", "metadata", "prompt_cache_key", "safety_identifier"),
     needed=(("prompt", "empty_prompt"),),
 )
 CHAT = Interface(
@@ -252,19 +259,22 @@ CHAT = Interface(
         *(OPENAI_MODEL, TALKS, LENGTH, N, STREAM, OPTIONS, KWARGS, *COMMON, *SAMPLERS),
         *(flag("return_token_ids"), flag("logprobs", "top"), flag("return_weight_versions")),
         Field("top_logprobs", (), (0, None), (*INT, 1, 5), group="top"),
-        Field("max_completion_tokens", (), (4, None), (*INT, 5), group="length"),
+        Field("max_completion_tokens", (), (4, 5, None), INT, group="length"),
         Field("messages", (), (), ([],), group="messages"),
         Field("tools", (), ([], None), (1, "a", {}, True, [1], ["a"]), BAD_TOOLS, NO_TOOL),
         Field("tool_choice", (), ("none", "auto", None), (1, True, [], "", {}, "a"), BAD_CHOICES),
         Field("parallel_tool_calls", (), (True, False, None), BOOL),
         Field("include_reasoning", (), (True, False, None), BOOL),
         Field("separate_reasoning", (), (True, False, None), BOOL),
-        Field("reasoning_effort", (), ("none", None), (1, True, [], "", "x"), ("low",), NONE),
+        Field("reasoning_effort", (), ("none", "low", None), (1, True, [], "", "x")),
         Field("thinking_token_budget", (), (None,), (*INT, -1), (0, 5), NONE),
         Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
-    unsupported=("functions", "audio", "store", "documents", "web_search_options"),
-    harmless=("user", "metadata", "prompt_cache_key"),
+    unsupported=("functions", "audio", "documents", "extra_body", "moderation"),
+    neutral=(
+        *("user", "metadata", "prompt_cache_key", "client_metadata", "service_tier", "store"),
+        *("verbosity", "web_search_options"),
+    ),
     needed=(("messages", "invalid_request"),),
 )
 NO_RESPONSE = refused("previous_response_not_found")
@@ -291,7 +301,7 @@ RESPONSES = Interface(
         Field("top_logprobs", (), (0, None), (*INT, 1, 5)),
     ),
     unsupported=(*TOOLS[:1], "conversation", "prompt", "truncation"),
-    harmless=("user", "prompt_cache_key", "parallel_tool_calls"),
+    neutral=("user", "prompt_cache_key", "parallel_tool_calls"),
     needed=(("input", "invalid_request"),),
     last="event: response.incomplete",
 )
@@ -335,7 +345,7 @@ SGLANG = Interface(
         MIN_TOKENS._replace(name="min_new_tokens", outside=(-1, 999)),
     ),
     unsupported=("lora_path", "image_data", "session_params", "return_hidden_states"),
-    harmless=("background", "log_metrics", "routing_key", "custom_labels"),
+    neutral=("background", "log_metrics", "routing_key", "custom_labels"),
     needed=(("text", "invalid_prompt"),),
 )
 SEQUENCES = Field("stop_sequences", (["x"], ["a", "b"]), ([], [""], None), (*TEXTS, "", "x"))
@@ -354,8 +364,8 @@ MESSAGES = Interface(
         Field("messages", (), (), ([],), group="messages"),
     ),
     shape="anthropic",
-    unsupported=("tools", "mcp_servers", "container", "thinking", "output_format"),
-    harmless=("metadata", "cache_control"),
+    unsupported=("tools", "compaction", "thread", "thinking", "output_format"),
+    neutral=("metadata", "cache_control", "mcp_servers", "container", "speed"),
     needed=(("messages", "invalid_request"), ("max_tokens", "invalid_request")),
     last="event: message_stop",
 )
@@ -364,8 +374,8 @@ COUNT = Interface(
     {"messages": HELLO},
     (MODEL._replace(refusals=refused("unknown_model", 404)), TALKS, KWARGS),
     shape="anthropic",
-    unsupported=("tools", "mcp_servers", "max_tokens", "colour"),
-    harmless=("cache_control",),
+    unsupported=("tools", "max_tokens", "colour"),
+    neutral=("cache_control", "mcp_servers", "compaction"),
     needed=(("messages", "invalid_request"),),
 )
 TOKENIZE = Interface(
@@ -390,6 +400,66 @@ DETOKENIZE = Interface(
     ),
     unsupported=("colour", "prompt"),
     needed=(("tokens", "invalid_request"),),
+)
+NO_TALKS: tuple[Any, ...] = (
+    *(1, "a", {}, True, [1], ["a"], [None], [[]], [{}], [{"content": "a"}]),
+    *([{"role": role, "content": "a"}] for role in ("robot", "", 1, [], "r" * 1000)),
+    *([{"role": "user", "content": content}] for content in (1, True, {}, [1], ["a"], DEEP)),
+)
+OLLAMA_MODEL = MODEL._replace(refusals=refused("unknown_model", 404))
+OLLAMA_MODEL = OLLAMA_MODEL._replace(same=("tiny", "tiny:latest", "", None))
+OLLAMA_FIELDS = (
+    *(OLLAMA_MODEL, STREAM, *COMMON, flag("logprobs", "top")),
+    Field("top_logprobs", (), (0, None), (*INT, 1, 5), group="top"),
+    Field("format", ("json", {"type": "object"}), ("", None), (1, True, [], "yaml")),
+    Field("think", (), (None,), (0, 1, "x", "", [], {})),
+    Field("keep_alive", (), ("5m", "-1s", 0, -1, 300, "0", None), ([], {}, True, "5x", "", "1")),
+    Field("options", (), (), OBJECT, group="within"),
+)
+OLLAMA_OPTIONS = (
+    *(TEMPERATURE, MIN_P, STOP, *PENALTIES[:2]),
+    PENALTIES[2]._replace(name="repeat_penalty"),
+    TOP_P._replace(moves=(0.5, 1e-9, 1), same=(0.9, None)),
+    TOP_K._replace(moves=(2, 5, -1, 0, 2**40), same=(40, None)),
+    SEED._replace(moves=SEED.moves[2:], same=(-1, None)),
+    LENGTH._replace(
+        name="num_predict",
+        moves=(1, 3, 10**6, 2**62, -1, -2, None),
+        outside=(0, -3, -(2**63)),
+        refusals=refused("invalid_max_tokens"),
+    ),
+    Field("num_ctx", (), (1, 4096, 10**30, "a", None), ()),
+    Field("mirostat", (), (0, None), (), (1, 2, "a"), refused("unsupported")),
+    Field("tfs_z", (), (0, 1, 1.0, None), (), (0.5, "a"), refused("unsupported")),
+)
+OLLAMA_CHAT = Interface(
+    "/api/chat",
+    {"messages": HELLO, "options": {"num_predict": 4} | GREEDY},
+    (
+        *OLLAMA_FIELDS,
+        Field("messages", (TALK,), ([{"role": "USER", "content": "98 + 25 ="}],), NO_TALKS),
+        Field("tools", (), ([], None), (1, "a", {}, True, [1], ["a"]), BAD_TOOLS[:5], NO_TOOL),
+    ),
+    shape="ollama",
+    within="options",
+    sampling=OLLAMA_OPTIONS,
+    unsupported=("template", "raw", "prompt", "shift", "response_format", "_debug_render_only"),
+    neutral=("truncate",),
+    last="done",
+    streams=True,
+)
+OLLAMA_GENERATE = OLLAMA_CHAT._replace(
+    path="/api/generate",
+    body={"prompt": "98 + 25 =", "options": {"num_predict": 4} | GREEDY},
+    fields=(
+        *OLLAMA_FIELDS,
+        Field("prompt", ("é\U0001f600\x00", "b"), (), (1, True, {}, ["a"], [1]), group="prompt"),
+        Field("prompt", (), (), (), (LONG,), refused("prompt_too_long"), "prompt"),
+        Field("system", ("be short",), ("", None), TEXT),
+        Field("context", ([5, 6],), ([], None), IDS, ([10**6],), refused("invalid_token_ids")),
+        Field("images", (), ([], None), (1, "a", {}, [1])),
+    ),
+    unsupported=("template", "suffix", "messages", "tools", "width"),
 )
 NO_TENSOR = refused("invalid_tensor")
 NO_PARAMETER: tuple[Any, ...] = ([], {}, [1], {"a": 1}, None, 2**64)
@@ -426,5 +496,5 @@ INDEX = Interface(
 
 INTERFACES = (
     *(COMPLETIONS, CHAT, RESPONSES, TOKENS, SGLANG, MESSAGES, COUNT, TOKENIZE, DETOKENIZE),
-    *(KSERVE, INDEX),
+    *(KSERVE, INDEX, OLLAMA_CHAT, OLLAMA_GENERATE),
 )

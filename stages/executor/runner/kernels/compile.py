@@ -63,6 +63,8 @@ FLOAT32 = Library("cpu.c", "avx512f", "AVX-512", "FLOAT32")
 FLOAT32_AVX2 = Library("cpu.c", "avx2 fma", "AVX2", "FLOAT32 AVX2")
 SAMPLING = Library("sampling.c", "avx512f", "AVX-512", "SAMPLING")
 SAMPLING_AVX2 = Library("sampling.c", "avx2 fma", "AVX2", "SAMPLING AVX2")
+LAYOUT_AVX2 = Library("layout.c", "avx2 fma", "AVX2", "LAYOUT AVX2")
+LAYOUT = Library("layout.c", "", "", "LAYOUT")
 RANKS = Library("ranks.c", "", "", "RANKS")
 
 

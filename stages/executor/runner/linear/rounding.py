@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .codes import PANEL, Codes, PlainCodes, Scales, pack_plain, put_packed
+from ..kernels.codes import PANEL, Codes, PlainCodes, Scales, put_plain
 
 _SLAB = 1 << 18
 """Numbers that are rounded at a time, 1 MiB in float32, so that temporary tensors are small."""
@@ -53,9 +53,7 @@ def round_weight(weight: Tensor, rounding: Rounding) -> tuple[Codes, dict[str, T
     form = rounding.form(*weight.shape)
     packed: dict[str, Tensor] = {}
     for start, rows in _slabs(weight):
-        own = msgspec.structs.replace(form, outputs=rows.shape[0])
-        part = pack_plain(own, round_rows(rows, rounding))
-        put_packed(packed, form, part, start)
+        put_plain(packed, form, round_rows(rows, rounding), start)
     return form, packed
 
 

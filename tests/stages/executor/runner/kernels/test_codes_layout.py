@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.stages.executor.runner.linear.codes import (
+from nano_inference.stages.executor.runner.kernels import layout
+from nano_inference.stages.executor.runner.kernels.choose import first_usable
+from nano_inference.stages.executor.runner.kernels.codes import (
     PANEL,
     Codes,
     PlainCodes,
@@ -17,6 +21,7 @@ from nano_inference.stages.executor.runner.linear.codes import (
     unpack,
     unpack_plain,
 )
+from nano_inference.stages.executor.runner.kernels.compile import LAYOUT
 
 FORMS = {
     "int8 by output": {"bits": 8, "group": 1 << 20, "zero": 128},
@@ -24,6 +29,7 @@ FORMS = {
     "int4": {"bits": 4, "group": 128, "zero": 8},
     "a table": {"bits": 4, "group": 32, "zero": 12, "table": tuple(range(3, 35, 2))},
     "an odd group": {"bits": 4, "group": 24, "zero": 0},
+    "float8": {"bits": 8, "group": 1 << 20, "zero": 0, "numbers": "float8_e4m3fn"},
 }
 
 
@@ -36,7 +42,9 @@ def random_codes(form: Codes, seed: int = 0) -> PlainCodes:
     shape = form.outputs, form.groups
     scales = Scales(torch.rand(shape, generator=numbers) + 0.5)
     offsets = Scales(torch.randn(shape, generator=numbers).half())
-    return PlainCodes(rand(form.outputs, form.inputs, high=2**form.bits), scales, offsets)
+    # The last codes of float8 are no numbers.
+    codes = 120 if form.numbers == "float8_e4m3fn" else 2**form.bits
+    return PlainCodes(rand(form.outputs, form.inputs, high=codes), scales, offsets)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -50,6 +58,26 @@ def test_packed_codes_have_the_same_weights(name: str, shape: tuple[int, int]) -
     assert torch.equal(unpack(form, packed), unpack_plain(form, plain))
     if shape[0] > PANEL:
         assert torch.equal(unpack(form, packed, PANEL), unpack_plain(form, plain)[PANEL:])
+
+
+def _anywhere() -> ctypes.CDLL:
+    return first_usable([LAYOUT], layout.SIGNATURES)[1]
+
+
+@pytest.mark.parametrize("library", [_anywhere, lambda: None], ids=["any processor", "torch"])
+@pytest.mark.parametrize("name", FORMS)
+def test_codes_have_the_same_layout_on_all_machines(
+    name: str, library: Callable[[], ctypes.CDLL | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = FORMS[name]
+    form = Codes(70, 200, **settings)
+    plain = random_codes(form)
+    assert layout.layout_library() is not None, "this machine is to compare both"
+    packed = pack_plain(form, plain)
+    monkeypatch.setattr(layout, "layout_library", library)
+    for key, tensor in pack_plain(form, plain).items():
+        assert torch.equal(tensor, packed[key])
+    assert torch.equal(unpack(form, packed), unpack_plain(form, plain))
 
 
 def test_a_weight_is_a_scaled_code_less_an_offset() -> None:

@@ -6,12 +6,17 @@ in a thought that goes on, or is closed, are part of it, as those that a model o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from .regions import CALLS, CONTENT, MARKS, MessageRegions, RegionPiece, region_template
 
 Functions = TypeVar("Functions")
+
+_OTHER = "\u4e00"
+"""A character that begins no mark, unless any may."""
 
 _AT_ONCE_CHARS = 64
 """Characters that are read at a time: the rest after a mark that begins no call is read again."""
@@ -37,6 +42,7 @@ class Thought(Generic[Functions]):
         self._template = region_template(response_template | {"fields": inner}, with_calls=True)
         self._regions = MessageRegions(self._template, "")
         self._opens = self._template.template.fields[CALLS].open_re
+        self._begins = _begins_of(self._opens, self._template.looks_back)
         self._names = names
         self._functions = functions
         self._held = ""
@@ -45,6 +51,8 @@ class Thought(Generic[Functions]):
 
     def add(self, text: str) -> str:
         """Add text; return what is certainly part of the thought."""
+        if not (self._held or self._call or self._regions.held or self._begins.search(text)):
+            return text
         places = range(0, len(text), _AT_ONCE_CHARS)
         return "".join(self._added(text[at : at + _AT_ONCE_CHARS]) for at in places)
 
@@ -111,3 +119,14 @@ class Thought(Generic[Functions]):
     def _released(self) -> str:
         held, self._held, self._found, self._call = self._held, "", [], []
         return held
+
+
+@lru_cache(64)
+def _begins_of(opens: Any, looks_back: bool) -> re.Pattern[str]:
+    """Return a pattern of what may begin a call's mark: one of its first characters, or the white
+    space before it at the end of a text. Other text needs no parser."""
+    marks = {*map(chr, range(33, 127)), *filter(str.isprintable, opens.pattern), _OTHER}
+    firsts = {mark for mark in marks if opens.fullmatch(mark, partial=True)} - {" "}
+    if looks_back or _OTHER in firsts:
+        return re.compile("")
+    return re.compile("|".join([*map(re.escape, sorted(firsts)), r"\s\Z"]))

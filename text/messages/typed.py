@@ -85,6 +85,30 @@ def value_of(text: str, types: frozenset[str], *, is_text: bool | None = None) -
     return text
 
 
+def typed(
+    arguments: Mapping[str, Any],
+    schema: Mapping[str, Any],
+    texts: Mapping[str, bool],
+) -> dict[str, Any]:
+    """Return arguments that are written as texts, with the values of the schema's types.
+
+    Args:
+        texts: Whether the model said that a value is text, by its name.
+    """
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    found = {}
+    for name, value in arguments.items():
+        is_text = texts.get(name)
+        # Of an unknown argument the model alone can say that it is no text.
+        unknown = {} if is_text is False else {"type": "string"}
+        values = value if isinstance(value, list) else [value]
+        types = types_of(known.get(name, unknown), schema)
+        read = [value_of(each, types, is_text=is_text) for each in values]
+        found[name] = read if isinstance(value, list) else read[0]
+    return found
+
+
 def _read(text: str) -> list[Any]:
     """Return the value that a text has in JSON, or in Python, as templates write it; none without
     one."""

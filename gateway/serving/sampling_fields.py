@@ -24,12 +24,15 @@ _ALL_TOKENS = 1 << 30
 _BODY_TYPES = {**TYPES, "stop": str | list[str]}
 
 REFUSED = {
-    "truncate_prompt_tokens": RefusedField("prompts are taken whole"),
     "allowed_token_ids": RefusedField("ask by `logit_bias`"),
     "bad_words": RefusedField("ask by `logit_bias`"),
+    "logits_processors": RefusedField(
+        "no program of a caller runs here; ask by `logit_bias` or `structured_outputs`"
+    ),
 }
 """vLLM's parameters that no call obeys."""
 
+WHOLE = {"truncate_prompt_tokens": RefusedField("prompts are taken whole")}
 
 _NO_TEXT = "the answer has no text"
 
@@ -46,7 +49,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         "skip_special_tokens": _NO_TEXT,
         "spaces_between_special_tokens": "only for slow tokenizers",
     }
-    REFUSED: ClassVar = REFUSED
+    REFUSED: ClassVar = REFUSED | WHOLE
 
     n: Int64 = 1
     logprobs: Int64 | None = None

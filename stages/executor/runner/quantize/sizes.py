@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ....config import EngineConfig
-from .kernels import cpu
-from .kernels.compile import processor_flags
-from .linear.formats.choose import format_of
-from .model import check_architecture, load_config, takes_images
-from .quantized_loading import roundings_of, stored_config
+from .....config import EngineConfig
+from ..kernels import cpu
+from ..kernels.compile import processor_flags
+from ..linear.formats.choose import format_of
+from ..model import check_architecture, load_config, takes_images
+from ..quantization.loading import roundings_of, stored_config
 
 _KINDS: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
 

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
-from ....config import EngineConfig, ModelError
-from .checkpoint import INDEX, WEIGHTS, tensor_files
-from .linear.choose import method_of
-from .linear.codes import Codes, PlainCodes, unpack_plain
-from .linear.dense import DenseLinear
-from .linear.experts import is_other_mixture
-from .linear.rounding import Rounding, round_rows
-from .model import check_architecture, load_config, takes_images
-from .quantized_loading import roundings_of, stored_config
+from .....config import EngineConfig, ModelError
+from ..checkpoint import INDEX, WEIGHTS, tensor_files
+from ..kernels.codes import Codes, PlainCodes, unpack_plain
+from ..linear.choose import method_of
+from ..linear.dense import DenseLinear
+from ..linear.experts import is_other_mixture
+from ..linear.rounding import Rounding, round_rows
+from ..model import check_architecture, load_config, takes_images
+from ..quantization.loading import roundings_of, stored_config
 
 _SHARD_BYTES = 1 << 30
 _SLAB = 1 << 22

@@ -25,15 +25,21 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ....config import EngineConfig, ModelError
-from .linear.choose import method_of
-from .linear.codes import Codes, PlainCodes, pack_plain
-from .linear.dense import DenseLinear
-from .linear.experts import ExpertCodes, expert_products, is_other_mixture, put_codes, round_experts
-from .linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
-from .linear.rounding import Rounding, round_weight
-from .system_memory import drop_pages, mapped_files
-from .whole_model import widen
+from .....config import EngineConfig, ModelError
+from ..kernels.codes import Codes, PlainCodes, pack_plain
+from ..linear.choose import method_of
+from ..linear.dense import DenseLinear
+from ..linear.experts import (
+    ExpertCodes,
+    expert_products,
+    is_other_mixture,
+    put_codes,
+    round_experts,
+)
+from ..linear.quantized import QuantizedEmbedding, QuantizedLinear, ReorderedLinear
+from ..linear.rounding import Rounding, round_weight
+from ..system_memory import drop_pages, mapped_files
+from ..whole_model import widen
 
 _LEAST_SHARE = 16
 """Layers with fewer inputs or outputs than this share of the hidden size, such as for a state's

@@ -28,15 +28,15 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ....config import EngineConfig, ModelError
-from .checkpoint import UNREADABLE, is_coded
-from .linear.choose import method_of
-from .linear.codes import Codes, PlainCodes, pack_plain, unpack_plain
-from .linear.experts import ExpertProduct, expert_products, stack_codes
-from .linear.formats.choose import format_of
-from .linear.formats.float4 import ExpertBlocks, read_experts
-from .linear.formats.stored import ReadLayer, StoredLayer, join_plain, unsupported, with_offsets
-from .quantized_loading import (
+from .....config import EngineConfig, ModelError
+from ..checkpoint import UNREADABLE, is_coded
+from ..kernels.codes import Codes, PlainCodes, pack_plain, unpack_plain
+from ..linear.choose import method_of
+from ..linear.experts import ExpertProduct, expert_products, stack_codes
+from ..linear.formats.choose import format_of
+from ..linear.formats.float4 import ExpertBlocks, read_experts
+from ..linear.formats.stored import ReadLayer, StoredLayer, join_plain, unsupported, with_offsets
+from .loading import (
     KEPT,
     CodedLayer,
     LayerCodes,

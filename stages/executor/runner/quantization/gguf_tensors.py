@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....text.gguf_header import GgufHeader, GgufTensor
-from .linear.choose import method_of
-from .linear.codes import PANEL, unpack_plain
-from .linear.dense import DenseLinear
-from .linear.formats.gguf import KINDS
+from .....text.gguf_header import GgufHeader, GgufTensor
+from ..kernels.codes import PANEL, unpack_plain
+from ..linear.choose import method_of
+from ..linear.dense import DenseLinear
+from ..linear.formats.gguf import KINDS
 
 _FLOATS = {
     "F64": torch.float64,

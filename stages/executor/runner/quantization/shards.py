@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....config import EngineConfig, ModelError
-from .linear.codes import PANEL, Codes
-from .linear.experts import expert_products, put_codes
-from .linear.quantized import QuantizedEmbedding, QuantizedLinear
-from .linear.rounding import Rounding, round_weight
-from .quantized_loading import CodedLayer, coded_module, roundings_of, tied_pair
-from .ranks.layers import ParallelExperts, VocabParallelEmbedding
-from .ranks.linear import ColumnParallelLinear, GatheredLinear, RowParallelLinear
+from .....config import EngineConfig, ModelError
+from ..kernels.codes import PANEL, Codes
+from ..linear.experts import expert_products, put_codes
+from ..linear.quantized import QuantizedEmbedding, QuantizedLinear
+from ..linear.rounding import Rounding, round_weight
+from ..ranks.layers import ParallelExperts, VocabParallelEmbedding
+from ..ranks.linear import ColumnParallelLinear, GatheredLinear, RowParallelLinear
+from .loading import CodedLayer, coded_module, roundings_of, tied_pair
 
 Tensors = Mapping[str, Tensor]
 

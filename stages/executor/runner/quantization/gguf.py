@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ....config import EngineConfig, ModelError
-from ....text.gguf import require_packages
-from ....text.gguf_facts import LINK, facts_of
-from ....text.gguf_header import read_header
+from .....config import EngineConfig, ModelError
+from .....text.gguf import require_packages
+from .....text.gguf_facts import LINK, facts_of
+from .....text.gguf_header import read_header
+from ..kernels.codes import PlainCodes, put_plain
+from ..linear.formats.gguf import KINDS
+from ..whole_model import widen
 from .gguf_tensors import GgufFile, LazyBlocks, LazyTensor, Target, has_blocks, slab_of, targets_of
-from .linear.codes import PlainCodes, put_plain
-from .linear.formats.gguf import KINDS
-from .quantized_loading import KEPT, CodedLayer, Plan, StoredCodes, plan_for
-from .whole_model import widen
+from .loading import KEPT, CodedLayer, Plan, StoredCodes, plan_for
 
 
 def options_of(

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.stages.executor.runner.kernels import layout
-from nano_inference.stages.executor.runner.kernels.compile import LAYOUT
-from nano_inference.stages.executor.runner.kernels.cpu import first_usable
-from nano_inference.stages.executor.runner.linear.codes import (
+from nano_inference.stages.executor.runner.kernels.choose import first_usable
+from nano_inference.stages.executor.runner.kernels.codes import (
     PANEL,
     Codes,
     PlainCodes,
@@ -22,6 +21,7 @@ from nano_inference.stages.executor.runner.linear.codes import (
     unpack,
     unpack_plain,
 )
+from nano_inference.stages.executor.runner.kernels.compile import LAYOUT
 
 FORMS = {
     "int8 by output": {"bits": 8, "group": 1 << 20, "zero": 128},

@@ -28,8 +28,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         on: Whether to reason; None if the call doesn't say.
-        required: Whether `on` is refused for a model that can't reason. Otherwise the model answers
-            without, and the field is neutral. An effort always is, where the template reads none.
+        required: Whether `on` is refused where it is unknown how the model writes its reasoning.
         effort: The effort, in templates' words; None if the call doesn't say.
         on_param: The call's field for `on`.
         effort_param: The call's field for `effort`; may be the same.
@@ -218,8 +217,7 @@ def reasoning_variables(
         always: Whether the model reasons without a request.
 
     Raises:
-        FieldError: unsupported: the template can't turn required reasoning on. invalid_request:
-            `given` has another value.
+        FieldError: `given` has another value.
     """
     if reasoning is None:
         return dict(given)
@@ -239,20 +237,11 @@ def reasoning_variables(
 
 
 def _report_without_effect(reasoning: Reasoning, found: Mapping[str, Any], *, always: bool) -> None:
-    """Report fields without effect on this template as neutral, and refuse a required one.
+    """Report fields without effect on this template as neutral: the model answers as it can.
 
     A model without reasoning obeys a request for none; one that always reasons goes on.
-
-    Raises:
-        FieldError: unsupported.
     """
     if reasoning.on and not (found or always):
-        if reasoning.required:
-            raise FieldError(
-                f"{reasoning.on_param}: the model's chat template does not read it; leave it out",
-                param=reasoning.on_param,
-                code="unsupported",
-            )
         ignore(reasoning.on_param)
     if reasoning.on is False and always and not found:
         ignore(reasoning.on_param)

@@ -156,6 +156,10 @@ async def prepare(
             raise _not_known("how this model writes calls", "tools")
         if separates_reasoning:
             conversation = _with_readable_reasoning(conversation, form)
+        if reasoning_budget is not None and form is not None and not reasons:
+            # None is within any budget.
+            ignore(budget_param)
+            reasoning_budget = None
         if reasoning_budget is not None and (form is None or form.reasoning is None):
             raise _not_known("how this model writes its reasoning", budget_param)
         if sampling.constraint is not None:
@@ -241,12 +245,12 @@ def _with_readable_reasoning(
     """Return a conversation that turns reasoning on only if it can be separated from the text.
 
     Raises:
-        FieldError: unsupported: the call requires it.
+        FieldError: unsupported: the call requires it, and the model's format is unknown.
     """
     reasoning = conversation.reasoning
     if reasoning is None or not reasoning.on or (form is not None and form.reads_reasoning):
         return conversation
-    if reasoning.required:
+    if reasoning.required and form is None:
         raise _not_known("how this model writes its reasoning", reasoning.on_param)
     ignore(reasoning.on_param)
     return replace(conversation, reasoning=None)

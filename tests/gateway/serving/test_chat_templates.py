@@ -93,6 +93,11 @@ async def test_a_conversation_without_a_template_is_refused(model: Model) -> Non
     assert await refused(model.with_template(None)) == "no_chat_template"
 
 
+async def test_a_template_that_loops_over_tools_serves_calls_without_tools(model: Model) -> None:
+    template = "{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}"
+    assert await model.text(template, Conversation(turns=HELLO)) == HELLO[0]["content"]
+
+
 @pytest.mark.parametrize(
     ("template", "code"),
     [
@@ -267,18 +272,14 @@ def test_an_unread_effort_is_neutral(always: bool) -> None:
     assert list(ignored) == ["reasoning.effort"]
 
 
-ON = Reasoning(
-    on=True, required=True, on_param="thinking.type", effort_param="output_config.effort"
-)
+ON = Reasoning(on=True, on_param="thinking.type", effort_param="output_config.effort")
 
 
 def test_a_model_that_always_reasons_needs_no_variable() -> None:
     assert reasoning_variables(ON, {}, ALWAYS, always=True) == {}
     assert reasoning_variables(ON, {}, GPT_OSS, always=False) == {}
-    assert refusal_of(ON, {}, ALWAYS, False) == ("unsupported", "thinking.type")
     ignored = collect_ignored()
-    optional = msgspec.structs.replace(ON, required=False)
-    assert reasoning_variables(optional, {}, ALWAYS, always=False) == {}
+    assert reasoning_variables(ON, {}, ALWAYS, always=False) == {}
     assert list(ignored) == ["thinking.type"]
 
 

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference.config import Config
 from nano_inference.gateway.api.anthropic.bodies import CountBody
 
-from ...fake import Client
+from ...fake import Client, FakeEngine, app_of, http_of
 from ...saying import calling_model, words_of
 from .calling import TIME, WEATHER, says
 from .test_messages import refusal
@@ -34,6 +35,9 @@ def text(content: str) -> dict[str, Any]:
 
 def said(role: str, *blocks: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"role": role, "content": list(blocks), **more}
+
+
+NO_REASONING = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
 
 
 class Asking:
@@ -100,6 +104,20 @@ async def test_the_answer_says_what_was_edited(http: Client) -> None:
     assert before - counted["input_tokens"] == applied["cleared_input_tokens"] > 0
     streamed = await http.post(PATH, json=body | {"max_tokens": 9, "stream": True})
     assert json.dumps(applied, separators=(",", ":")) in streamed.text
+
+
+async def test_thinking_is_neutral_for_a_model_that_can_not_reason(config: Config) -> None:
+    (config.engine.model_folder / "chat_template.jinja").write_text(NO_REASONING)
+    gateway = msgspec.structs.replace(config.gateway, message_format="llama")
+    engine = FakeEngine()
+    app = app_of(engine, msgspec.structs.replace(config, gateway=gateway))
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 5}, "messages": [USER]}
+    async with http_of(app) as http:
+        for path, more in ((PATH, {"max_tokens": 9}), (COUNT, {})):
+            answer = await http.post(path, json=thinking | more)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["X-Ignored-Fields"].startswith("thinking")
+    assert engine.requests[0].sampling.constraint is None
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..config import Config, GatewayConfig, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..store.calls import DurableCall
 from ..telemetry import instruments
-from .api import anthropic
+from .api import anthropic, ollama
 from .api.kserve import http as kserve_http
 from .api.kserve.http import kserve_routes
 from .api.kserve.regions import TenantRegions
@@ -56,6 +56,7 @@ class Interfaces(Services):
         kserve: The models and services of KServe V2.
         info: OpenAI's endpoints about the model.
         responses: OpenAI's responses.
+        ollama: Ollama's endpoints about the model.
         routes: Routes of all interfaces, without those of the gateway as a whole.
     """
 
@@ -66,11 +67,13 @@ class Interfaces(Services):
         self.kserve = KServe(open_service(self), regions, self.readiness)
         self.info = ModelInfoCalls(self)
         self.responses = ResponseCalls(self)
+        self.ollama = ollama.ModelCalls(self, self.info.cards)
         self.routes: list[PolicyRoute] = [
             *anthropic.model_routes(self.info.cards, self.info.card_of),
             *sglang_routes(self),
             *openai_routes(self, self.info, self.responses),
             *anthropic.anthropic_routes(self),
+            *ollama.ollama_routes(self, self.ollama),
             *kserve_routes(self.kserve, self.config.gateway),
             PolicyRoute("POST /v1/replay/{id:path}", "generate", ReplayCalls(self).replay),
         ]
@@ -115,6 +118,8 @@ class Application(Starlette):
             return anthropic.respond(call, error)
         if kserve_http.is_called(call):
             return kserve_http.respond(call, error)
+        if ollama.is_called(call):
+            return ollama.respond(call, error)
         return error_response(error)
 
 

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -94,9 +95,13 @@ def render_conversation(
         variables=variables,
         run=run,
     )
-    text = _in_a_form_that_is_taken(
-        list(turns), lambda form: render_turns(as_read_by(template, form, placeholder))
-    )
+    ids = form.call_ids if form else ""
+
+    def render_in(shape: Iterable[Turn]) -> str:
+        read = as_read_by(template, shape, placeholder)
+        return render_turns(with_call_ids(read, ids) if ids else read)
+
+    text = _in_a_form_that_is_taken(list(turns), render_in)
     begun = add_generation_prompt or continue_final_message
     return RenderedConversation(text, opening_of(form, text) if form and begun else "")
 
@@ -275,6 +280,37 @@ def joined_turns(turns: Sequence[Turn]) -> list[Turn]:
         else:
             found.append(turn)
     return found
+
+
+def with_call_ids(turns: Iterable[Turn], syntax: str) -> list[Turn]:
+    """Return messages whose calls have ids as the model writes them: its own stay, others are made
+    of the name and the number of the call.
+
+    Args:
+        syntax: As in `MessageFormat.call_ids`.
+    """
+    found, ids, numbers = list[Turn](), dict[Any, str](), count()
+    for turn in turns:
+        if calls := turn.get("tool_calls"):
+            made = [
+                call | {"id": _own_id(call.get("id"), call["function"]["name"], number, syntax)}
+                for call, number in zip(calls, numbers, strict=False)
+            ]
+            ids = {call.get("id"): own["id"] for call, own in zip(calls, made, strict=True)}
+            found.append(turn | {"tool_calls": made})
+        elif turn.get("tool_call_id") in ids:
+            found.append(turn | {"tool_call_id": ids[turn["tool_call_id"]]})
+        else:
+            found.append(turn)
+    return found
+
+
+def _own_id(given: Any, name: str, number: int, syntax: str) -> str:
+    own = syntax.replace("{name}", name)
+    pattern = re.escape(own).replace(re.escape("{number}"), "[0-9]+")
+    if isinstance(given, str) and re.fullmatch(pattern, given) is not None:
+        return given
+    return own.replace("{number}", str(number))
 
 
 def text_of(turn: Turn) -> str:

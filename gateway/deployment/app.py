@@ -30,7 +30,7 @@ from ..serving.lane_state import Readiness
 from ..serving.model_names import check_aliases
 from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
 from .models import ModelApp, Models
-from .routes import ModelControl, deployment_routes
+from .routes import ModelControl, OllamaModels, deployment_routes
 
 _BY_ID = ("/v1/streams/{", "/v1/responses/{")
 
@@ -52,6 +52,7 @@ class DeploymentApp(GatewayApp):
         readiness = Readiness(models)
         policy = Policy(client, config, self._measures, models.clients)
         control = ModelControl(client, policy.audit)
+        self._ollama = OllamaModels(models, control)
         service = InferenceService(metrics=self._measures.metrics)
         kserve = KServe(service, TenantRegions(config.gateway), readiness, control)
         limit = config.gateway.max_body_bytes
@@ -61,7 +62,7 @@ class DeploymentApp(GatewayApp):
             self._measures,
             log_of(config, self._measures),
             [
-                *deployment_routes(client, models, control, readiness, limit),
+                *deployment_routes(client, models, control, self._ollama, readiness, limit),
                 *_dispatched(client, config, policy, models),
                 *kserve_routes(kserve, config.gateway),
             ],
@@ -95,6 +96,7 @@ class DeploymentApp(GatewayApp):
         chain_of, log = self.policy.chain_of, self.request_log
         own = Interfaces(client, config, chain_of, self._measures, readiness, log, regions)
         own.kserve.service.statistics = self.kserve.service.statistics
+        own.ollama.manager = self._ollama
         own.responses.conversation_of = partial(_conversation, self.models, own)
         routes = [*probe_routes(readiness), *own.routes]
         app = Application(routes, own.chain, self._measures, config.gateway)

@@ -51,6 +51,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         variables: Other variables of the template.
         tools: Tools that the model may call.
         reasoning: None leaves reasoning to the template.
+        may_be_longer: Whether the prompt may have more tokens than the model takes; it is cut.
     """
 
     turns: list[Turn]
@@ -59,6 +60,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, Any] = {}
     tools: tuple[Tool, ...] = ()
     reasoning: Reasoning | None = None
+    may_be_longer: bool = False
 
 
 class Rendered(NamedTuple):
@@ -86,17 +88,17 @@ class ChatTemplates:
         self,
         tokenizer: LazyTokenizer,
         max_model_len: Callable[[], Awaitable[int]],
-        timeout_s: float,
+        workers: TemplateWorkers,
         capacity: Capacity,
         *,
         drops_billing: bool = True,
     ) -> None:
-        """Args: the tokenizer, the most tokens of a prompt, the time limit, and `AT_ONCE` slots
+        """Args: the tokenizer, the most tokens of a prompt, `AT_ONCE` workers, and as many slots
         shared by tenants; `drops_billing`: whether `gateway.billing_lines` is "drop"."""
         self._tokenizer = tokenizer
         self._drops_billing = drops_billing
         self._max_model_len = max_model_len
-        self._workers = TemplateWorkers(AT_ONCE, timeout_s)
+        self._workers = workers
         self._capacity = capacity
         self._threads = anyio.CapacityLimiter(AT_ONCE)
 
@@ -125,9 +127,11 @@ class ChatTemplates:
         def work() -> Rendered:
             # Before the template, which may drop text, and after it, which may add text.
             sent = "".join(map(text_in, conversation.turns))
-            tokenizer.check_fits(sent, max_model_len)
+            if not conversation.may_be_longer:
+                tokenizer.check_fits(sent, max_model_len)
             text, opening = self._rendered(tokenizer, conversation, form)
-            tokenizer.check_fits(text, max_model_len)
+            if not conversation.may_be_longer:
+                tokenizer.check_fits(text, max_model_len)
             prompt: str | tuple[int, ...] = text
             if not sources_in(conversation.turns):
                 prompt = tokenizer.token_ids(text, add_special=False)

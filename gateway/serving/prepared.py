@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -56,6 +56,36 @@ async def check_length(
         (await services.tokenizer.required()).check_fits(request.prompt, length)
 
 
+async def truncated(
+    services: Services,
+    prompt: str | tuple[int, ...],
+    most: int,
+    max_tokens: int = 0,
+    *,
+    side: Literal["left", "right"] = "left",
+    add_special: bool = True,
+) -> tuple[int, ...]:
+    """Return at most so many tokens of a prompt.
+
+    Args:
+        most: -1: as many as the model's length leaves beside `max_tokens`, at least one.
+        side: The side on which tokens are dropped.
+        add_special: As of `Tokenizer.token_ids`.
+
+    Raises:
+        FieldError: truncate_prompt_tokens is 0.
+    """
+    if not most:
+        raise field_error(
+            "truncate_prompt_tokens", "is 0; give at least one token", code="empty_prompt"
+        )
+    if isinstance(prompt, str):
+        prompt = await services.tokenizer.token_ids(prompt, add_special=add_special)
+    if most < 0:
+        most = max(1, await services.length.get() - max_tokens)
+    return prompt[-most:] if side == "left" else prompt[:most]
+
+
 async def as_submitted(
     services: Services, request: GenerateRequest, *, as_tokens: bool = False
 ) -> GenerateRequest:
@@ -73,7 +103,9 @@ async def as_submitted(
                 services.tokenizer, request.prompt, request.images, request.tenant
             )
         else:
-            token_ids = await services.tokenizer.token_ids(request.prompt)
+            token_ids = await services.tokenizer.token_ids(
+                request.prompt, add_special=request.add_special_tokens
+            )
         request = replace(request, prompt=None, prompt_token_ids=token_ids)
     services.submissions.check_encoded(request)
     return request

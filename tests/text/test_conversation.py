@@ -17,6 +17,7 @@ from nano_inference.text.conversation import (
     check_variables,
     joined_turns,
     names_read,
+    with_call_ids,
 )
 
 TURNS: list[dict[str, Any]] = [
@@ -64,6 +65,32 @@ def test_ids_are_shortened_for_mistral() -> None:
     assert as_read_by(MISTRAL, short, None)[0]["tool_call_id"] == "0000000a1"
     assert as_read_by("", TURNS, None)[2]["tool_call_id"] == "call_0123456789abcdef"
     assert TURNS[2]["tool_call_id"] == "call_0123456789abcdef"
+
+
+def test_ids_are_those_of_kimis_models() -> None:
+    """The model's own stay; those of other clients are made of name and number."""
+
+    def called(*ids: str) -> Turn:
+        calls = [{"id": each, "function": {"name": "find"}} for each in ids]
+        return {"role": "assistant", "tool_calls": calls}
+
+    turns = [
+        called("toolu_1", "functions.find:7"),
+        {"role": "tool", "tool_call_id": "functions.find:7"},
+        {"role": "tool", "tool_call_id": "toolu_1"},
+        called("functions.other:0"),
+        {"role": "tool", "tool_call_id": "functions.other:0"},
+        {"role": "tool"},
+    ]
+    found = with_call_ids(turns, "functions.{name}:{number}")
+    assert [call["id"] for call in found[0]["tool_calls"]] == [
+        "functions.find:0",
+        turns[1]["tool_call_id"],
+    ]
+    assert [turn.get("tool_call_id") for turn in found] == [
+        *(None, "functions.find:7", "functions.find:0", None, "functions.find:2", None)
+    ]
+    assert turns[2]["tool_call_id"] == "toolu_1"
 
 
 def test_contents_are_texts_unless_the_template_loops_over_parts() -> None:

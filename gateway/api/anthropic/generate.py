@@ -19,6 +19,7 @@ from ...server.http import (
     connected,
     read_object,
 )
+from ...serving.begun_calls import BodyCall, keyed
 from ...serving.chat_templates import Conversation
 from ...serving.fields import Body, read_part
 from ...serving.message_parts import MessageParts
@@ -74,6 +75,7 @@ class MessageCalls:
     async def messages(self, call: Call) -> Response:
         check_version(call)
         services, body = self._services, await self._body(call)
+        key = keyed(call, body)
         # First of all: with another model no field matters.
         if isinstance(model := body.get("model"), str):
             await services.served.check(model, call.caller)
@@ -94,12 +96,14 @@ class MessageCalls:
         await check_request(services, asked)
         call.begin(fields.budget_ms, fields.model)
         services.submissions.check_priority(call.caller, asked)
+        begun = await services.keyed.begin(call, key, [asked])
+        (asked,) = begun.requests
         writer = await self._writer(asked, fields, prepared, edited)
         if fields.stream:
-            return named(call, self._streamed(call, asked, writer, prepared))
-        async with connected(call.cancelled):
+            return named(call, self._streamed(call, begun, writer, prepared))
+        async with connected(call.cancelled), begun.attach() as attachment:
             with about_tools(prepared.reading):
-                (completion,) = await services.submissions.run(call, [asked])
+                (completion,) = await services.submissions.run(call, [asked], attachment=attachment)
         return named(call, JsonResponse(writer.whole(completion)))
 
     async def _body(self, call: Call) -> Body:
@@ -152,11 +156,11 @@ class MessageCalls:
     def _streamed(
         self,
         call: Call,
-        asked: GenerateRequest,
+        begun: BodyCall,
         writer: MessageWriter,
         prepared: Prepared,
     ) -> Response:
-        submissions = self._services.submissions
+        submissions, (asked,) = self._services.submissions, begun.requests
 
         async def produce(send: SendEvent) -> None:
             async def tell(events: list[Answer]) -> None:
@@ -167,9 +171,12 @@ class MessageCalls:
                 await tell(writer.add(chunks))
 
             try:
-                with about_tools(prepared.reading):
-                    unsent = SampleChunks(take)
-                    completion = await stream_unsent(submissions, call, asked, unsent)
+                async with begun.attach() as attachment:
+                    with about_tools(prepared.reading):
+                        unsent = SampleChunks(take)
+                        completion = await stream_unsent(
+                            submissions, call, asked, unsent, attachment
+                        )
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise

@@ -119,6 +119,8 @@ class EmbeddingCalls:
             adapter=adapter_of(fields.model, config),
             model=fields.model,
             budget_ms=fields.budget_ms,
+            truncation=fields.truncate_prompt_tokens,
+            truncation_side=fields.truncation_side,
         )
         head = {
             "id": wanted.id,

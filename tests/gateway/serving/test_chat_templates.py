@@ -26,6 +26,7 @@ from nano_inference.gateway.serving.chat_templates import (
 )
 from nano_inference.gateway.serving.fields import collect_ignored
 from nano_inference.gateway.serving.tokenizer import LazyTokenizer
+from nano_inference.text.chat_template import TemplateWorkers
 from nano_inference.text.messages import Tool
 
 from ..fake import FakeEngine, app_of
@@ -67,7 +68,8 @@ class Model:
         if template is not None:
             path.write_text(template)
         self.tokenizer = LazyTokenizer(self.folder)
-        return ChatTemplates(self.tokenizer, _length, timeout_s, capacity())
+        workers = TemplateWorkers(chat_templates.AT_ONCE, timeout_s)
+        return ChatTemplates(self.tokenizer, _length, workers, capacity())
 
     async def text(self, template: str, conversation: Conversation) -> str:
         found = (await self.with_template(template).render(conversation, TENANT)).token_ids
@@ -89,6 +91,11 @@ async def refused(templates: ChatTemplates, turns: list[dict[str, Any]] | None =
 
 async def test_a_conversation_without_a_template_is_refused(model: Model) -> None:
     assert await refused(model.with_template(None)) == "no_chat_template"
+
+
+async def test_a_template_that_loops_over_tools_serves_calls_without_tools(model: Model) -> None:
+    template = "{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}"
+    assert await model.text(template, Conversation(turns=HELLO)) == HELLO[0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +208,9 @@ async def test_the_opening_of_the_answer_is_returned(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    templates = ChatTemplates(LazyTokenizer(model.folder, "qwen"), _length, LIMIT_S, capacity())
+    workers = TemplateWorkers(chat_templates.AT_ONCE, LIMIT_S)
+    lazy = LazyTokenizer(model.folder, "qwen")
+    templates = ChatTemplates(lazy, _length, workers, capacity())
     rendered = await templates.render(
         Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
     )

@@ -17,6 +17,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 """An integer that fits 64 bits, signed. JSON has larger ones, which MessagePack can't carry."""
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 100
 
 
 class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -164,9 +165,9 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
     prompt_logprobs: Annotated[
         Int64 | None,
         Parameter(
-            "as vLLM's: for each token of the prompt the likeliest tokens and itself, by id; not "
-            "in a stream",
-            Range(f"from 0 to {MAX_LOGPROBS}, or absent", 0, MAX_LOGPROBS),
+            "as vLLM's: for each token of the prompt the likeliest tokens, up to 100, and itself, "
+            "by id; not in a stream",
+            Range(f"from 0 to {MAX_PROMPT_LOGPROBS}, or absent", 0, MAX_PROMPT_LOGPROBS),
             sglang="",
         ),
     ] = None

@@ -33,6 +33,9 @@ TIMEOUT_NS_PARAM = "timeout_ns"
 TRITON_TIMEOUT_PARAM = "timeout"
 """Triton's timeout in microseconds; 0 is no limit."""
 
+KEY_PARAM = "idempotency_key"
+"""A request's idempotency key, where one header can't be that of several requests."""
+
 BILLED_PARAM = "billed_ns"
 """Of the response with a request's end: its share of the device's busy time in nanoseconds."""
 

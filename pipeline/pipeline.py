@@ -309,6 +309,9 @@ class Pipeline(Submitter):
 
     # --- use ----------------------------------------------------------------------------------
 
+    async def publish(self, request: Request | bytes) -> str:
+        return await self.client.publish(request)
+
     def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
         return self.client.submit(request)
 

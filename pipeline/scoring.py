@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from ..bus import Bus
+from ..bus.codec import written_id
 from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest, Output
 from ..config import RequestError, SamplingParams
 from .engine_requests import (
@@ -137,13 +138,17 @@ def embedded_prompt(completion: Completion) -> EmbeddedPrompt:
 
 
 class Submitter(ABC):
-    """Completes, scores, embeds and replays with requests of its own `submit`.
+    """Completes, scores, embeds and replays with requests of its own `submit` and `publish`.
 
     Attributes:
         bus: The bus, whose results streams have finished requests.
     """
 
     bus: Bus
+
+    @abstractmethod
+    async def publish(self, request: Request | bytes) -> str:
+        """Publish a request without waiting for its output; return its entry's id."""
 
     @abstractmethod
     def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
@@ -156,13 +161,41 @@ class Submitter(ABC):
             request: A GenerateRequest, the same as a dict, or its JSON.
         """
 
+    async def submit_once(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of a request from the first one on, computed once for each request id,
+        however often and from wherever it is submitted.
+
+        The request goes on when the caller stops. While its outputs are kept, a request of the same
+        id gets them, even if it differs otherwise (docs/durable.md).
+
+        Raises:
+            RequestError: invalid_request_id: the request has no id.
+        """
+        if not (request_id := written_id(request)):
+            raise RequestError(
+                "a request that is computed once needs a request_id, such as the ids of a workflow "
+                "and of its step; give it one, or call submit",
+                code="invalid_request_id",
+            )
+        follow = self.bus.results.follow
+        # Of two entries with one id the second is refused.
+        for entry_id in (await self.publish(request), ""):
+            followed = follow(request_id, entry_id, just_published=bool(entry_id), keep=True)
+            async with aclosing(followed) as outputs:
+                async for output in outputs:
+                    if entry_id and is_duplicate(output):
+                        break
+                    yield output
+                else:
+                    return
+
     async def complete(self, request: Request | bytes) -> Completion:
         """Publish a request and return its terminal message."""
-        async with aclosing(self.submit(request)) as outputs:
-            async for output in outputs:
-                if isinstance(output, Completion):
-                    return output
-        raise AssertionError("the output ended without a terminal message")
+        return await _end_of(self.submit(request))
+
+    async def complete_once(self, request: Request | bytes) -> Completion:
+        """Return a request's terminal message, computed once; as `submit_once`."""
+        return await _end_of(self.submit_once(request))
 
     async def score(
         self,
@@ -261,3 +294,17 @@ class Submitter(ABC):
         if not like.model:
             like = msgspec.structs.replace(like, model=recorded.model)
         return await replay(self.complete, recorded, like, at)
+
+
+async def _end_of(outputs: AsyncGenerator[Output, None]) -> Completion:
+    async with aclosing(outputs):
+        async for output in outputs:
+            if isinstance(output, Completion):
+                return output
+    raise AssertionError("the output ended without a terminal message")
+
+
+def is_duplicate(output: Output) -> bool:
+    """Return whether an output refuses an entry because another one has its request's id."""
+    error = output.error if isinstance(output, Completion) else None
+    return error is not None and error.code == "duplicate_request"

@@ -17,6 +17,7 @@ from ...config import BusError, ChannelClosed, Config, NanoInferenceError, shown
 from ...config.logger import get_logger
 from ...pipeline.cancellations import Cancellations
 from ...pipeline.client import BusClient
+from ...pipeline.scoring import is_duplicate
 from ...store.calls import CallsFull, CallStore, DurableCall
 from ...store.registry import NOT_LOADED
 from ...telemetry import TraceContext
@@ -40,10 +41,17 @@ class IdempotencyKey(msgspec.Struct, frozen=True):
     Attributes:
         name: Digest of the tenant and the key.
         digest: Digest of the call that was made with the key.
+        attempt: Number of its calls that have failed before this one.
     """
 
     name: str
     digest: str
+    attempt: int = 0
+
+    @property
+    def claimed(self) -> str:
+        """The name that the call claims on the bus."""
+        return f"{self.name}.{self.attempt}" if self.attempt else self.name
 
 
 class _StoredRecord(msgspec.Struct, frozen=True):
@@ -122,7 +130,7 @@ class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The name that the call has claimed; "" without an idempotency key."""
-        return self.keyed.name if self.keyed else ""
+        return self.keyed.claimed if self.keyed else ""
 
     def encode(self) -> bytes:
         # JSON: schemas may hold integers that MessagePack has no room for.
@@ -205,7 +213,7 @@ class Attachment:
             followed = self.client.follow(request_id, entry_id, just_published=not known)
             async with _unexpired(self.record.id), aclosing(followed) as outputs:
                 async for output in outputs:
-                    if entry_id and _is_duplicate(output):
+                    if entry_id and is_duplicate(output):
                         break
                     if not entry_id:
                         await self._note(request_id, output.entry_id)
@@ -357,6 +365,24 @@ class DurableCalls:
             return None
         return stored
 
+    async def has_failed(self, record: DurableRecord, stored: DurableCall) -> bool:
+        """Return whether a call has ended without an answer: with an error, or because its client
+        was away for longer than the grace."""
+        for request_id in record.request_ids:
+            if not stored.entries.get(request_id):
+                continue
+            try:
+                output = await self.last_output(request_id, stored)
+            except EngineError:
+                return True
+            if isinstance(output, Completion) and output.error is not None:
+                return output.status != "cancelled" or "cancelled" not in stored.marks
+        return False
+
+    async def extend(self, record: DurableRecord) -> None:
+        """Keep a call's record and name for as long as if it had ended now."""
+        await self._calls.attach({record.id: record.name}, 0)
+
     async def last_output(self, request_id: str, stored: DurableCall) -> Output | None:
         """Return the last output of a call's only request; None if there is none yet.
 
@@ -367,7 +393,7 @@ class DurableCalls:
         for entry_id in dict.fromkeys((stored.entries.get(request_id, ""), "")):
             async with _unexpired(request_id):
                 output = await results.last(request_id, entry_id)
-            if output is not None and not (entry_id and _is_duplicate(output)):
+            if output is not None and not (entry_id and is_duplicate(output)):
                 return output
         return None
 
@@ -475,7 +501,7 @@ class DurableCalls:
             keyed = msgspec.json.decode(stored.record, type=_StoredRecord).keyed
         except (ValueError, RecursionError):
             return True
-        return keyed is None or await self._calls.claim(keyed.name, call_id) == call_id
+        return keyed is None or await self._calls.claim(keyed.claimed, call_id) == call_id
 
     async def _cancel(self, entries: dict[str, str]) -> None:
         for request_id, entry_id in [each for each in entries.items() if each[1]]:
@@ -544,8 +570,3 @@ async def _unexpired(call_id: str) -> AsyncIterator[None]:
         yield
     except BusError as error:
         raise not_found(call_id) if error.code == _UNKNOWN else error from None
-
-
-def _is_duplicate(output: Output) -> bool:
-    error = output.error if isinstance(output, Completion) else None
-    return error is not None and error.code == "duplicate_request"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,7 +13,7 @@ from ...config import RequestError
 from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
 from ..call import Call
 from ..server.http import EngineError, Response, connected
-from .prepared import check_request
+from .prepared import check_request, truncated
 from .services import Services
 from .submissions import ENDED_EARLY
 from .times import call_usage
@@ -36,6 +36,8 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
         model: The model's name as the client wrote it.
         budget_ms: The client's budget.
         lower_first: As for `Submissions.check_priority`.
+        truncation: The most tokens of a prompt, as of `truncated`; None for those of the model.
+        truncation_side: Likewise.
     """
 
     id: str
@@ -46,6 +48,8 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     budget_ms: float | None = None
     lower_first: bool = True
+    truncation: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
 
     def requests(self, prompts: Sequence[Prompt], tenant: str) -> list[GenerateRequest]:
         """Return the requests for prompts."""
@@ -69,6 +73,9 @@ async def embed_all(
     Raises:
         NanoInferenceError: A prompt was refused, or the engine has failed.
     """
+    if (most := wanted.truncation) is not None:
+        side = wanted.truncation_side
+        prompts = [await truncated(services, each, most, side=side) for each in prompts]
     requests = wanted.requests(prompts, call.tenant)
     for request in requests:
         services.submissions.check_priority(call.caller, request, lower_first=wanted.lower_first)

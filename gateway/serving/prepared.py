@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
 from ..call import Call
 from ..server.http import FieldError, connected, field_error
 from .chat_templates import Conversation, reasoning_asked
+from .fields import ignore
 from .images import sources_in
 from .services import Services
 
@@ -55,6 +56,36 @@ async def check_length(
         (await services.tokenizer.required()).check_fits(request.prompt, length)
 
 
+async def truncated(
+    services: Services,
+    prompt: str | tuple[int, ...],
+    most: int,
+    max_tokens: int = 0,
+    *,
+    side: Literal["left", "right"] = "left",
+    add_special: bool = True,
+) -> tuple[int, ...]:
+    """Return at most so many tokens of a prompt.
+
+    Args:
+        most: -1: as many as the model's length leaves beside `max_tokens`, at least one.
+        side: The side on which tokens are dropped.
+        add_special: As of `Tokenizer.token_ids`.
+
+    Raises:
+        FieldError: truncate_prompt_tokens is 0.
+    """
+    if not most:
+        raise field_error(
+            "truncate_prompt_tokens", "is 0; give at least one token", code="empty_prompt"
+        )
+    if isinstance(prompt, str):
+        prompt = await services.tokenizer.token_ids(prompt, add_special=add_special)
+    if most < 0:
+        most = max(1, await services.length.get() - max_tokens)
+    return prompt[-most:] if side == "left" else prompt[:most]
+
+
 async def as_submitted(
     services: Services, request: GenerateRequest, *, as_tokens: bool = False
 ) -> GenerateRequest:
@@ -72,7 +103,9 @@ async def as_submitted(
                 services.tokenizer, request.prompt, request.images, request.tenant
             )
         else:
-            token_ids = await services.tokenizer.token_ids(request.prompt)
+            token_ids = await services.tokenizer.token_ids(
+                request.prompt, add_special=request.add_special_tokens
+            )
         request = replace(request, prompt=None, prompt_token_ids=token_ids)
     services.submissions.check_encoded(request)
     return request
@@ -119,11 +152,14 @@ async def prepare(
     async with connected(call.cancelled):
         form = await tokenizer.message_format()
         reasons = form is not None and form.reads_reasoning
-        reasoning = conversation.reasoning
         if use.usable and (form is None or not form.reads_calls):
             raise _not_known("how this model writes calls", "tools")
-        if separates_reasoning and not reasons and reasoning is not None and reasoning.on:
-            raise _not_known("how this model writes its reasoning", reasoning.on_param)
+        if separates_reasoning:
+            conversation = _with_readable_reasoning(conversation, form)
+        if reasoning_budget is not None and form is not None and not reasons:
+            # None is within any budget.
+            ignore(budget_param)
+            reasoning_budget = None
         if reasoning_budget is not None and (form is None or form.reasoning is None):
             raise _not_known("how this model writes its reasoning", budget_param)
         if sampling.constraint is not None:
@@ -131,7 +167,8 @@ async def prepare(
             check_size(sampling.constraint, services.config.admission.max_constraint_bytes)
         tenant, sources = call.tenant, sources_in(conversation.turns)
         services.images.check(sources, await tokenizer.required())
-        rendered = await services.templates.render(replace(conversation, tools=use.usable), tenant)
+        conversation = replace(conversation, tools=use.usable)
+        rendered = await services.templates.render(conversation, tenant)
         images = await services.images.load(sources, tenant)
         constraint = None
         if use.usable or sampling.constraint is not None or reasoning_budget is not None:
@@ -143,7 +180,7 @@ async def prepare(
                     form,
                     rendered.opening,
                     *asked_for,
-                    reasoning_asked=reasoning_asked(reasoning, conversation.variables),
+                    reasoning_asked=reasoning_asked(conversation.reasoning, conversation.variables),
                 )
             )
         if constraint is not None and sampling.constraint is None:
@@ -164,10 +201,12 @@ async def conversation_tokens(
     """Return the tokens of a conversation as a prompt, with all of its images.
 
     Raises:
-        RequestError: As `ChatTemplates.render`, `Images.load` and `Images.expand`.
+        RequestError: As `ChatTemplates.render`, `Images.load` and `Images.expand`; unsupported: as
+            `prepare` for reasoning.
     """
     sources, tokenizer = sources_in(conversation.turns), await services.tokenizer.required()
     services.images.check(sources, tokenizer)
+    conversation = _with_readable_reasoning(conversation, await services.tokenizer.message_format())
     rendered = await services.templates.render(conversation, tenant)
     images = await services.images.load(sources, tenant)
     return await tokens_of(services, rendered.prompt, images, tenant)
@@ -198,6 +237,23 @@ def about_tools(reading: Reading | None) -> Iterator[None]:
         if error.code != "invalid_constraint" or reading is None or not reading.tools:
             raise
         raise FieldError(error.message, param="tools", code=error.code) from None
+
+
+def _with_readable_reasoning(
+    conversation: Conversation, form: MessageFormat | None
+) -> Conversation:
+    """Return a conversation that turns reasoning on only if it can be separated from the text.
+
+    Raises:
+        FieldError: unsupported: the call requires it, and the model's format is unknown.
+    """
+    reasoning = conversation.reasoning
+    if reasoning is None or not reasoning.on or (form is not None and form.reads_reasoning):
+        return conversation
+    if reasoning.required and form is None:
+        raise _not_known("how this model writes its reasoning", reasoning.on_param)
+    ignore(reasoning.on_param)
+    return replace(conversation, reasoning=None)
 
 
 def _not_known(what: str, param: str) -> FieldError:

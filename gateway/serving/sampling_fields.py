@@ -15,6 +15,16 @@ from .fields import Body, RefusedField, convert_part, read_part
 VLLM, SGLANG, ANTHROPIC = names_in("vllm"), names_in("sglang"), names_in("anthropic")
 """The parameters of an interface: its names, each with that of `SamplingParams`."""
 
+_SAME_IN_OLLAMA = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty"),
+)
+OLLAMA = dict(zip(_SAME_IN_OLLAMA, _SAME_IN_OLLAMA, strict=True)) | {
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+"""The same of Ollama's options, which are those of its own samplers."""
+
 _PER_CALL = ("max_tokens", "logprobs", "prompt_logprobs")
 TEXT_SAMPLING = {name: own for name, own in VLLM.items() if own not in _PER_CALL}
 """Those that have one meaning in all of OpenAI's calls; the others are fields of each body."""
@@ -24,12 +34,15 @@ _ALL_TOKENS = 1 << 30
 _BODY_TYPES = {**TYPES, "stop": str | list[str]}
 
 REFUSED = {
-    "truncate_prompt_tokens": RefusedField("prompts are taken whole"),
     "allowed_token_ids": RefusedField("ask by `logit_bias`"),
     "bad_words": RefusedField("ask by `logit_bias`"),
+    "logits_processors": RefusedField(
+        "no program of a caller runs here; ask by `logit_bias` or `structured_outputs`"
+    ),
 }
 """vLLM's parameters that no call obeys."""
 
+WHOLE = {"truncate_prompt_tokens": RefusedField("prompts are taken whole")}
 
 _NO_TEXT = "the answer has no text"
 
@@ -46,7 +59,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         "skip_special_tokens": _NO_TEXT,
         "spaces_between_special_tokens": "only for slow tokenizers",
     }
-    REFUSED: ClassVar = REFUSED
+    REFUSED: ClassVar = REFUSED | WHOLE
 
     n: Int64 = 1
     logprobs: Int64 | None = None

@@ -11,6 +11,7 @@ from ...pipeline.client import BusClient
 from ...text.chat_template import TemplateWorkers
 from ...text.messages import find_format
 from ..server.measures import Measures
+from .begun_calls import BodyCalls
 from .capacity import Capacity
 from .chain import PolicyChain
 from .chat_templates import AT_ONCE, ChatTemplates
@@ -46,6 +47,7 @@ class Services:
         templates: Conversations as prompts.
         images: Images of conversations.
         durable: Calls stored on the bus.
+        keyed: Calls with idempotency keys, of interfaces that store nothing else.
     """
 
     client: BusClient
@@ -72,8 +74,15 @@ class Services:
         fetches = Capacity(FETCHES, gateway.max_waiting, measures)
         self.images = Images(config.images, config.engine.model_name, fetches)
         rendering = Capacity(AT_ONCE, gateway.max_waiting, measures)
-        self.templates = ChatTemplates(self.tokenizer, self.length.get, workers, rendering)
+        self.templates = ChatTemplates(
+            self.tokenizer,
+            self.length.get,
+            workers,
+            rendering,
+            drops_billing=gateway.billing_lines == "drop",
+        )
         self.durable = DurableCalls(client, config)
+        self.keyed = BodyCalls(self.durable, config.engine.model_name)
 
     async def warm_up(self) -> None:
         """Load the tokenizer, start the processes that render its chat template, if any, and find

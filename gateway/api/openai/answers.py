@@ -29,12 +29,16 @@ from ...serving.logprobs import (
 from ...serving.message_parts import MessageParts, NewParts, TokenRecord, records_of
 from ...serving.samples import all_samples, session_usage
 from ...serving.times import time_usage
-from ...serving.tokenizer import READING, Tokenizer
+from ...serving.tokenizer import READING, Tokenizer, matched_stop
 from ...serving.tools import tool_call
 from .positions import FINISHED, UNBEGUN
 from .requests import ChoicesCall, Prompt
 
 Answer = dict[str, Any]
+
+_UNSET: Answer = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params"))
+_UNSET_OF_CHATS: Answer = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
+"""Fields of vLLM's answers that are null: its clients read them as attributes."""
 
 
 @dataclass(eq=False)
@@ -75,13 +79,16 @@ class ChoicesWriter:
                 choice.score_prompt(self.scored_prompt(prompt, completion))
                 choice.end(sample, completion)
                 choices.append(choice.take())
-                if self.call.prompt_logprobs and self.call.kind == "completions":
+                if self.call.kind == "completions":
                     choices[-1]["prompt_logprobs"] = prompt_logprobs
+                    choices[-1].setdefault("prompt_token_ids", None)
                 reasoning += choice.reasoning_tokens
         answer = self.head(oldest_version(completions), chunk=False)
         reads = self.call.reading is not None
         usage = self.usage(completions, reasoning if reads else None)
         answer |= {"choices": choices, "usage": usage}
+        if self.call.kind != "generate":
+            answer |= _UNSET | (_UNSET_OF_CHATS if self.call.chat else {})
         if self.call.chat and self.call.token_ids:
             answer["prompt_token_ids"] = self.prompts[0]
         if self.call.prompt_logprobs and self.call.kind != "completions":
@@ -101,6 +108,7 @@ class ChoicesWriter:
         }
         if self.call.kind == "generate":
             return {"id": self.call.id, "request_id": self.call.named or self.call.id} | head
+        head |= {"request_id": self.call.named} if self.call.named else {}
         kind = "chat.completion" if self.call.chat else "text_completion"
         kind = f"{kind}.chunk" if chunk and self.call.chat else kind
         return {"id": self.call.id, "object": kind} | head
@@ -161,7 +169,7 @@ class ChoicesWriter:
     def echoed(self, prompt: int) -> str:
         """Return the text before a choice's own."""
         if not self.call.echo:
-            return ""
+            return self.call.before
         if (text := self.texts[prompt]) is not None:
             return text
         token_ids = self.prompts[prompt]
@@ -240,6 +248,7 @@ class Choice:
         self._skipped: list[TokenRecord] = []
         self._skips_prompt = after != UNBEGUN
         self._reason: str | None = None
+        self._stopped_by: int | str | None = None
         self._scored_prompt: list[TokenRecord] = []
         self.waits_for_prompt = call.echo and call.logprobs is not None and not whole
         self.begun = after != UNBEGUN
@@ -288,12 +297,17 @@ class Choice:
 
     def end(self, sample: CompletionSample, completion: Completion) -> None:
         """Add what did not come in chunks, of a sample that has ended."""
+        call = self._answers.call
+        if sample.finish_reason == "stop" and (call.sampling.stop or call.sampling.stop_token_ids):
+            matched = matched_stop(sample, call.sampling, self._answers.tokenizer)
+            own = isinstance(matched, str) or matched in call.sampling.stop_token_ids
+            self._stopped_by = matched if own else None
         self._add(self._parts.end(sample), sample.finish_reason)
 
     def role(self) -> Answer:
         """Return the first chunk of a chat's choice."""
         self.begun = True
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": self._answers.call.before}
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def take(self) -> Answer:
@@ -308,7 +322,7 @@ class Choice:
             reason, self._reason = self._reason, None
         choice: Answer = {"index": self.index}
         if call.chat and self._whole:
-            deltas = deltas or [Delta(content=text)]
+            deltas = [Delta(content=call.before), *(deltas or [Delta(content=text)])]
             choice["message"] = message_of(deltas, answers.shown_reasoning, whole=True)
         elif call.chat and call.reading is not None:
             choice["delta"] = message_of(deltas, answers.shown_reasoning, whole=False)
@@ -318,6 +332,10 @@ class Choice:
             choice["text"] = ("" if self.begun else answers.echoed(self._prompt)) + text
         choice["logprobs"] = self._written_logprobs(tokens)
         choice["finish_reason"] = reason
+        if reason is not None and call.kind != "generate":
+            choice["stop_reason"] = self._stopped_by
+        if self._whole and call.kind != "generate":
+            choice["token_ids"] = None
         if call.token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
@@ -408,6 +426,8 @@ def message_of(deltas: Sequence[Delta], reasoning_field: str, *, whole: bool) ->
     if whole:
         shown = None if calls and not content else content
         message = {"role": "assistant", "content": shown, "refusal": None}
+        if reasoning_field:
+            message[reasoning_field] = None
     if reasoning and reasoning_field:
         message[reasoning_field] = reasoning
     if content and not whole:

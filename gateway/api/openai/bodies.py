@@ -9,7 +9,7 @@ import msgspec
 from ....bus.public import KVSession, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
-from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, SamplingBody
+from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, WHOLE, SamplingBody
 
 CallName = Literal[
     "completions",
@@ -30,6 +30,8 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Budget = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 """Tokens of reasoning."""
+Truncation = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)]
+"""The most tokens of a prompt; -1: as many as the model has room for."""
 Prompts = str | list[str | Int64 | list[Int64]]
 CACHE_MARKS = dict.fromkeys(
     ("cache_control", "prompt_cache_breakpoint"), "prefixes are found without it"
@@ -57,6 +59,7 @@ _REFUSED = REFUSED | {
 }
 _REFUSED_BY_BOTH = _REFUSED | {
     "length_penalty": RefusedField("of beams", (1,)),
+    "mm_processor_kwargs": RefusedField("images are read as the model's own settings say"),
     "use_beam_search": RefusedField("samples are drawn"),
 }
 _VERBOSITY = "chat templates read none; ask for it in a message"
@@ -167,6 +170,9 @@ class TextBody(StreamedBody, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    request_id: str = ""
+    echo: bool = False
     prediction: Prediction | None = None
 
 
@@ -180,8 +186,9 @@ class CompletionBody(TextBody, frozen=True, kw_only=True):
 
     prompt: Prompts | None = None
     max_tokens: Int64 = 16
-    echo: bool = False
-    logprobs: Int64 | None = None
+    logprobs: Int64 | bool | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    add_special_tokens: bool = True
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,20 +228,24 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
         "web_search_options": "nothing is searched, and a model may do without",
     }
     REFUSED: ClassVar = _REFUSED_BY_BOTH | {
+        "add_special_tokens": RefusedField("the chat template writes them"),
         "audio": RefusedField("text alone is made"),
         "chat_template": _CHAT_TEMPLATE,
-        "documents": RefusedField("give them in `chat_template_kwargs` or in messages"),
         "function_call": RefusedField(f"{_OLD_FORM} `tool_choice`", (*EMPTY, "none", "auto")),
         "functions": RefusedField(f"{_OLD_FORM} `tools`"),
         "modalities": RefusedField("text alone is made", (*EMPTY, ["text"])),
         "moderation": _MODERATION,
         "stream_reasoning": RefusedField("it comes as it is made", (True,)),
+        "truncation_side": RefusedField(
+            "the end of a chat's prompt begins its answer", (*EMPTY, "left")
+        ),
     }
 
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] = []
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
     logprobs: bool = False
@@ -316,12 +327,16 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
         "prompt_cache_options": "the cache decides",
         "verbosity": _VERBOSITY,
     }
-    REFUSED: ClassVar = _REFUSED | {
-        "background_options": RefusedField("there is one speed; `priority` says more"),
-        "context_management": RefusedField("prompts are taken whole"),
-        "moderation": _MODERATION,
-        "prompt": RefusedField("there are no prompts by name; send `input`"),
-    }
+    REFUSED: ClassVar = (
+        _REFUSED
+        | WHOLE
+        | {
+            "background_options": RefusedField("there is one speed; `priority` says more"),
+            "context_management": RefusedField("prompts are taken whole"),
+            "moderation": _MODERATION,
+            "prompt": RefusedField("there are no prompts by name; send `input`"),
+        }
+    )
 
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -457,9 +472,10 @@ class EmbeddingCommon(RequestBody, frozen=True, kw_only=True):
     NEUTRAL: ClassVar = {"user": _TENANT}
     REFUSED: ClassVar = {
         "add_special_tokens": RefusedField("they are added", (True,)),
-        "truncate_prompt_tokens": REFUSED["truncate_prompt_tokens"],
     }
 
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] = "left"
     dimensions: Int64 | None = None
     pooling: PoolingKind | Literal[""] = ""
     normalize: bool | None = None

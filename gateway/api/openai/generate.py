@@ -17,18 +17,19 @@ from ...server.http import (
     SendEvent,
     connected,
     error_body,
+    field_error,
     read_object,
 )
+from ...serving.begun_calls import Attach, BegunCalls, Found, keyed, last_event_id
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
-from ...serving.prepared import about_tools, check_request, prepare
+from ...serving.prepared import about_tools, check_request, prepare, truncated
 from ...serving.services import Services
 from ...serving.submissions import Take
 from .answers import Answer, ChoicesWriter
 from .errors import as_openai
 from .messages import conversation_of, tool_use
 from .positions import Position, answer_of, read_position
-from .records import Attach, BegunCalls, Found, keyed, last_event_id
 from .requests import ChoicesCall, ChoicesRecord, Prompt, read_chat, read_completion, read_generate
 from .streams import Chunks
 
@@ -129,10 +130,26 @@ class GenerationCalls:
     ) -> Response:
         services, (call, _, key) = self._services, asked
         call.begin(wanted.fields.budget_ms, wanted.fields.model)
+        if (most := wanted.truncation) is not None:
+            if images:
+                raise field_error(
+                    "truncate_prompt_tokens", "could cut an image; leave it out, or the images"
+                )
+            cut = partial(
+                truncated,
+                services,
+                most=most,
+                max_tokens=wanted.sampling.max_tokens,
+                side=wanted.truncation_side,
+                add_special=wanted.add_special_tokens,
+            )
+            prompts = [await cut(each) for each in prompts]
         record = await self._record(wanted, prompts, images, call.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(call.caller, record.request(0))
-        begun = None if key is None else await self._begun.claim(call, record)
+        begun = None
+        if key is not None:
+            record, begun = await self._begun.claim(call, record)
         if begun is not None:
             return await self._again(call, begun)
         attach: Attach = partial(services.durable.begun, record)

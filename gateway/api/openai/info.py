@@ -22,8 +22,9 @@ from ...server.http import (
     field_error,
     read_object,
 )
-from ...serving.fields import adapter_of, read_part
+from ...serving.fields import read_part
 from ...serving.lane_state import unknown_model
+from ...serving.model_names import adapter_of
 from ...serving.prepared import conversation_tokens
 from ...serving.services import Services
 from .bodies import DetokenizeBody, TokenizeBody

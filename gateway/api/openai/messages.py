@@ -64,7 +64,8 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         turns=turns,
         add_generation_prompt=not body.continue_final_message if begin is None else begin,
         continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
+        variables=_variables(body),
+        may_be_longer=getattr(body, "truncate_prompt_tokens", None) is not None,
         reasoning=_requested_reasoning(body),
     )
 
@@ -94,6 +95,20 @@ def _requested_reasoning(body: ChatBody | TokenizeBody) -> Reasoning | None:
         return reasoning_of_effort(effort, effort_param)
     param, on = next(iter(asked.items()))
     return Reasoning(on=on, effort=effort, on_param=param, effort_param=effort_param)
+
+
+def _variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Return the variables of the chat template.
+
+    Raises:
+        FieldError: `documents` are there twice.
+    """
+    given = body.chat_template_kwargs
+    if not (documents := getattr(body, "documents", [])):
+        return given
+    if given.get("documents", documents) != documents:
+        raise field_error("documents", "are others in chat_template_kwargs; give them once")
+    return given | {"documents": documents}
 
 
 def turn_of(given: dict[str, Any], where: str) -> Turn:

@@ -14,7 +14,8 @@ from ....text.messages import Reading
 from ...server.http import FieldError, field_error
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
-from ...serving.fields import Body, adapter_of, engine_priority, ignore, read_part
+from ...serving.fields import Body, engine_priority, ignore, read_part
+from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
 
@@ -46,6 +47,10 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         reading: The reading of its messages; None where a sample is text alone.
         reasoning_field: The field of a message that has the reasoning.
         include_reasoning: Whether reasoning is shown.
+        add_special_tokens: Whether the tokenizer adds special tokens to a prompt of text.
+        before: The text before that of each of a chat's choices: with echo the last message.
+        truncation: As of `serving.prepared.truncated`; None for prompts that are taken whole.
+        truncation_side: Likewise.
     """
 
     kind: Kind
@@ -64,6 +69,10 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     reading: Reading | None = None
     reasoning_field: str = "reasoning_content"
     include_reasoning: bool = True
+    add_special_tokens: bool = True
+    before: str = ""
+    truncation: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
 
     @property
     def chat(self) -> bool:
@@ -88,7 +97,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             # Only these name the tokens' texts.
             return self.prompt_logprobs
         listed = self.needs_prompt_ids or self.lists_tokens
-        return listed or self.echo or self.reading is not None
+        # A stop string is found in the text, for the answer's stop_reason.
+        return listed or self.echo or self.reading is not None or bool(self.sampling.stop)
 
     def request_id(self, place: int, prompts: int) -> str:
         """Return the id of the request for one of so many prompts."""
@@ -117,7 +127,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             prediction=self.prediction or None,
             kv_session=self.fields.kv_session,
             images=images,
-            add_special_tokens=not images,
+            add_special_tokens=self.add_special_tokens and not images,
         )
 
 
@@ -179,7 +189,9 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
     fields = read_part(body, CompletionBody)
     prompts = prompts_of(fields.prompt)
     scores_only = fields.max_tokens == 0 and fields.echo
-    top, prompt_top = fields.logprobs, fields.prompt_logprobs
+    # As a number in vLLM: true is 1, and false is none.
+    top = None if fields.logprobs is False else fields.logprobs
+    top, prompt_top = None if top is None else int(top), fields.prompt_logprobs
     if prompt_top is None:
         prompt_top = top if fields.echo else None
     elif fields.echo and top not in (None, prompt_top):
@@ -196,6 +208,8 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
         scores_only=scores_only,
         logprobs=top,
         echo=fields.echo,
+        add_special_tokens=fields.add_special_tokens,
+        truncation_side=fields.truncation_side,
     )
     _check_number(call.n, len(prompts), config.gateway.max_prompts)
     if len(prompts) > 1 and call.fields.kv_session is not None:
@@ -235,9 +249,19 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
         logprobs=logprobs,
         reasoning_field=config.gateway.reasoning_field,
         include_reasoning=fields.shows_reasoning,
+        before=_last_text(fields) if fields.echo else "",
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
     return call, fields
+
+
+def _last_text(fields: ChatBody) -> str:
+    """Return the text of the last message, if it is the assistant's."""
+    last = (fields.messages or [{}])[-1]
+    content = last.get("content") if last.get("role") == "assistant" else None
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
 
 def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCall, Prompt]:
@@ -253,8 +277,6 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
     own, sampling = read_sampling_params(fields.sampling_params, "sampling_params", max_model_len)
     if not fields.token_ids:
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
-    if len(fields.request_id) > _LONGEST_NAME:
-        raise field_error("request_id", f"is longer than {_LONGEST_NAME} characters")
     prompt_logprobs = sampling.prompt_logprobs is not None
     _check_stream(fields, prompt_logprobs, "sampling_params.prompt_logprobs")
     call = ChoicesCall(
@@ -264,7 +286,7 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
         logprobs=own.logprobs,
         prompt_logprobs=prompt_logprobs,
         token_ids=True,
-        named=fields.request_id,
+        named=_named(fields.request_id),
     )
     _check_number(call.n, 1, config.gateway.max_prompts, "sampling_params.n")
     return call, tuple(fields.token_ids)
@@ -294,7 +316,15 @@ def _texts(fields: TextBody) -> dict[str, Any]:
         "token_ids": fields.return_token_ids,
         "as_token_ids": fields.return_tokens_as_token_ids,
         "prediction": "" if fields.prediction is None else fields.prediction.text,
+        "named": _named(fields.request_id),
+        "truncation": fields.truncate_prompt_tokens,
     }
+
+
+def _named(request_id: str) -> str:
+    if len(request_id) > _LONGEST_NAME:
+        raise field_error("request_id", f"is longer than {_LONGEST_NAME} characters")
+    return request_id
 
 
 def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> None:

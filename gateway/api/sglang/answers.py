@@ -19,6 +19,7 @@ from ....bus.public import (
     CompletionChunk,
     CompletionSample,
     ErrorInfo,
+    GenerateRequest,
     TokenLogprob,
 )
 from ....stages.streaming.stop_strings import StopStrings
@@ -70,6 +71,10 @@ class PromptWriter:
         self.tokenizer = tokenizer
         self._labels = labels
         self._growing: dict[int, Growing] = {}
+
+    def answers(self, request: GenerateRequest, name: str) -> None:
+        """Answer a request that was begun before, of the same prompt; `name`: its client's id."""
+        self.wanted = msgspec.structs.replace(self.wanted, id=name, request=request)
 
     def final(self, completion: Completion) -> list[Answer]:
         """Return an answer for each sample. One that never began has no tokens."""

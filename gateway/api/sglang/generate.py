@@ -16,6 +16,7 @@ from ....pipeline.scoring import EmbeddedPrompt
 from ...call import Call
 from ...caller import Caller
 from ...server.http import EventStream, JsonResponse, Response, SendEvent, connected, error_body
+from ...serving.begun_calls import BodyCall, keyed
 from ...serving.embedding import EmbedCall, answer_embedded
 from ...serving.fields import read_part
 from ...serving.prepared import as_submitted, check_length
@@ -42,15 +43,19 @@ class Generation:
         gateway = self._services.config.gateway
         caller, tenant = call.caller, call.tenant
         body = await read_sglang_object(call, self._services.config)
+        key = keyed(call, body)
         wanted = read_call(body, gateway.max_prompts)
         call.begin(wanted.budget_ms)
         writers = await self._writers(wanted.prompts, caller, tenant)
         for asked in _requests_of(writers[:1]):
             self._submissions.check_priority(call.caller, asked, lower_first=False)
+        begun = await self._services.keyed.begin(call, key, _requests_of(writers))
+        for writer, asked in zip(writers, begun.requests, strict=True):
+            writer.answers(asked, name_of(caller, asked.request_id))
         if wanted.stream:
-            return EventStream(partial(self._stream, call, writers, wanted.batch))
+            return EventStream(partial(self._stream, call, begun, writers, wanted.batch))
         async with connected(call.cancelled):
-            answers = await self._complete_all(call, writers)
+            answers = await self._complete_all(call, begun, writers)
             return JsonResponse(answers if wanted.batch else answers[0])
 
     # --- before -------------------------------------------------------------------------------
@@ -84,7 +89,9 @@ class Generation:
 
     # --- after --------------------------------------------------------------------------------
 
-    async def _complete_all(self, call: Call, writers: list[PromptWriter]) -> list[Answer]:
+    async def _complete_all(
+        self, call: Call, begun: BodyCall, writers: list[PromptWriter]
+    ) -> list[Answer]:
         """All answers, in order. The first error ends the other requests as well."""
         answers: list[list[Answer]] = [[] for _ in writers]
 
@@ -94,11 +101,17 @@ class Generation:
                 listed, write = writer.listed(output, output.samples), partial(writer.final, output)
                 answers[index] = await self._services.tokenizer.process(listed, write)
 
-        await self._submissions.run(call, _requests_of(writers), take)
+        async with begun.attach() as attachment:
+            await self._submissions.run(call, begun.requests, take, attachment)
         return [answer for each in answers for answer in each]
 
     async def _stream(
-        self, call: Call, writers: list[PromptWriter], batch: bool, send: SendEvent
+        self,
+        call: Call,
+        begun: BodyCall,
+        writers: list[PromptWriter],
+        batch: bool,
+        send: SendEvent,
     ) -> None:
         """Events of all prompts as they come. The first error is the last of them.
 
@@ -107,9 +120,10 @@ class Generation:
         """
         process = self._services.tokenizer.process
         events = SampleEvents(send, writers, process, indexed=batch)
-        run = partial(self._submissions.run, call, _requests_of(writers), events.take)
         try:
-            await events.send_while(run)
+            async with begun.attach() as attachment:
+                run = self._submissions.run
+                await events.send_while(partial(run, call, begun.requests, events.take, attachment))
         except NanoInferenceError as error:
             if not events.any_sent:
                 raise

@@ -202,7 +202,7 @@ def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
                 ),
                 "min_tokens": (-1, 9, HUGE),
                 "logprobs": (-1, 21, HUGE),
-                "prompt_logprobs": (-1, 21, HUGE),
+                "prompt_logprobs": (-1, 101, HUGE),
                 "request_id": ("x" * 513, "a\nb", SURROGATE),
                 "tenant": ("", "t" * 129, "a\x00"),
                 "cache_salt": ("s" * 257, SURROGATE),

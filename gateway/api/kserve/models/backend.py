@@ -26,6 +26,7 @@ from .....config import (
     prompt_too_long,
     shown,
 )
+from .....kserve.parameters import KEY_PARAM
 from .....kserve.tensors import (
     DTYPES,
     Datatype,
@@ -59,7 +60,10 @@ IMAGES = TensorSpec("image", "BYTES", (-1,), optional=True)
 DEFAULT_MAX_TOKENS = 16
 """vLLM's."""
 
-_NOT_SAMPLING = {"timeout_ns", "timeout", "priority", "cache_salt", "binary_data_output"}
+_NOT_SAMPLING = {
+    *("timeout_ns", "timeout", "priority", "cache_salt", "binary_data_output"),
+    KEY_PARAM,
+}
 
 # Parameters of the protocol between Triton's clients and servers.
 _TRITON_PREFIX = "triton_"
@@ -360,9 +364,15 @@ class EngineModel:
         Raises:
             NanoInferenceError: The engine failed it.
         """
-        (completion,) = await self._services.submissions.run(
-            call.call, [request], before=lambda index: before
-        )
+        services = self._services
+        begun = await services.keyed.begin(call.call, call.key, [request])
+        async with begun.attach() as attachment:
+            (completion,) = await services.submissions.run(
+                call.call,
+                begun.requests,
+                attachment=attachment,
+                before=lambda index: before,
+            )
         _record_compute(call, completion)
         return completion
 
@@ -376,8 +386,13 @@ class EngineModel:
         async def send(pieces: Sequence[Piece]) -> None:
             await take([_joined(each.take(), each.finish_reason) for each in pieces])
 
-        unsent = UnsentPieces(request.n, send)
-        completion = await stream_unsent(self._services.submissions, call.call, request, unsent)
+        services, unsent = self._services, UnsentPieces(request.n, send)
+        begun = await services.keyed.begin(call.call, call.key, [request])
+        (request,) = begun.requests
+        async with begun.attach() as attachment:
+            completion = await stream_unsent(
+                services.submissions, call.call, request, unsent, attachment
+            )
         _record_compute(call, completion)
 
 

@@ -93,6 +93,12 @@ class BestOfModel(EngineModel):
         return next((f"{each.name}: {each.reason}" for each in states if not each.ready), "")
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
+        if call.key is not None:
+            raise RequestError(
+                f"{self.spec.name} makes several calls, and takes no idempotency key; call "
+                f"{self._tokens} and {self._score}, each with a key",
+                code="unsupported",
+            )
         request, max_model_len = call.request, await self._services.length.get()
         samples, max_tokens = self._read(request)
         prompt = token_ids_of(request, INPUT_IDS.name, max_model_len)

@@ -25,13 +25,13 @@ from ....server.http import (
     field_error,
     read_object,
 )
+from ....serving.begun_calls import Attach, Found, keyed, last_event_id
 from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
 from ....serving.prepared import about_tools, check_request, prepare, tokens_of
 from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
-from ..records import Attach, Found, keyed, last_event_id
 from .compaction import compact
 from .events import NOTHING, ResponseEvents, read_number, response_of
 from .items import REFERENCE, Item, check_calls, page_of
@@ -107,9 +107,11 @@ class ResponseCalls:
             keyed=again,
         )
         await self.check(record)
+        if again is not None:
+            record, begun = await self.stored.claim(call, record)
+            if begun is not None:
+                return await self._again(call, begun)
         writer = await self.stored.writer(record, first=True)
-        if again is not None and (begun := await self.stored.claim(call, record)) is not None:
-            return await self._again(call, begun)
         if record.background:
             return await self._in_background(call, writer)
         attach: Attach = partial(self._services.durable.begun, record)

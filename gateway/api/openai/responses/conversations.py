@@ -14,10 +14,10 @@ from .....config import RequestError, shown
 from ....call import Call
 from ....caller import Caller, may_use
 from ....server.http import EngineError, FieldError, JsonResponse, Response, read_object
+from ....serving.begun_calls import decode_record
 from ....serving.durable_calls import CallHead
 from ....serving.fields import read_part, read_query
 from ....serving.services import Services
-from ..records import decode_record
 from .items import Item, answered, check_calls, items_of, page_of
 from .output import Answer
 from .requests import ItemsQuery, ResponseRecord, check_metadata

@@ -17,7 +17,8 @@ from ....server.http import EngineError, field_error
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
 from ....serving.durable_calls import CallHead, DurableRecord
-from ....serving.fields import Body, adapter_of, engine_priority, ignore, read_part
+from ....serving.fields import Body, engine_priority, ignore, read_part
+from ....serving.model_names import adapter_of
 from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
 from ..bodies import ResponseBody
 from .items import Item, items_of, turns_of

@@ -13,10 +13,10 @@ from .....config import BusError, ChannelClosed, NanoInferenceError, shown
 from .....store.calls import DurableCall
 from ....call import Call
 from ....server.http import EngineError, FieldError, field_error
+from ....serving.begun_calls import BegunCalls, Found, decode_record, pauses_s
 from ....serving.durable_calls import Attachment, IdempotencyKey
 from ....serving.services import Services
 from ....serving.tokenizer import READING
-from ..records import BegunCalls, Found, decode_record, pauses_s
 from .conversations import Conversations
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter

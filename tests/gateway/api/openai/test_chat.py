@@ -34,9 +34,16 @@ async def test_an_answer_has_openai_s_fields(http: Client) -> None:
     assert answer["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "".join(TEXTS), "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": "".join(TEXTS),
+                "refusal": None,
+                "reasoning_content": None,
+            },
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": None,
         }
     ]
     assert answer["usage"] == {

@@ -198,7 +198,7 @@ async def test_a_grammar_is_made_beside_the_event_loop(
     assert threading.current_thread() not in threads
 
 
-async def test_an_unknown_message_format_refuses_tools_and_reasoning(
+async def test_an_unknown_message_format_refuses_tools_and_turns_no_reasoning_on(
     engine: FakeEngine, calling: Config
 ) -> None:
     config = replace(calling, gateway=replace(calling.gateway, message_format="off"))
@@ -207,7 +207,10 @@ async def test_an_unknown_message_format_refuses_tools_and_reasoning(
         assert refusal(answer) == ("unsupported", "tools")
         assert "gateway.message_format" in answer.json()["error"]["message"]
         answer = await http.post(PATH, json={"messages": HELLO, "reasoning_effort": "low"})
-        assert refusal(answer) == ("unsupported", "reasoning_effort")
+        assert (answer.status_code, answer.headers["X-Ignored-Fields"]) == (200, "reasoning_effort")
+        prompts = {request.prompt_token_ids for request in engine.requests}
+        await http.post(PATH, json={"messages": HELLO})
+        assert prompts == {engine.requests[-1].prompt_token_ids}
 
 
 # --- reasoning ------------------------------------------------------------------------------------
@@ -220,7 +223,7 @@ THOUGHT = "<think>\nIt is north.\n</think>\n\nCold."
     [
         ({}, {"content": "Cold.", "reasoning_content": "It is north."}),
         ({"include_reasoning": False}, {"content": "Cold."}),
-        ({"separate_reasoning": False}, {"content": THOUGHT}),
+        ({"separate_reasoning": False}, {"content": THOUGHT, "reasoning_content": None}),
     ],
 )
 async def test_reasoning_is_separate_by_default(
@@ -237,7 +240,7 @@ async def test_enable_thinking_false_leaves_no_reasoning_open(http: Client, mode
     off = {"chat_template_kwargs": {"enable_thinking": False}, "tools": [WEATHER]}
     message = (await posted(http, **off))["message"]
     assert model.prompt().endswith("</think>\n\n")
-    assert "reasoning_content" not in message
+    assert message["reasoning_content"] is None
     assert (message["content"], len(message["tool_calls"])) == ("Cold.", 1)
 
 
@@ -251,7 +254,7 @@ async def test_effort_turns_the_template_s_switch(
     message = (await posted(http, reasoning_effort=effort))["message"]
     assert model.prompt().endswith("<think>\n") is begins
     assert message["content"] == "Cold."
-    assert message.get("reasoning_content", "") == ("It is north." if begins else "")
+    assert message["reasoning_content"] == ("It is north." if begins else None)
 
 
 async def test_a_budget_is_a_grammar(http: Client, model: Model) -> None:

@@ -20,9 +20,9 @@ async def test_an_answer_has_openai_s_fields(http: Client) -> None:
     answer = await posted(http)
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
-    assert answer["choices"] == [
-        {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop"}
-    ]
+    null = ("logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids")
+    written = {"index": 0, "text": TEXT, "finish_reason": "stop"}
+    assert answer["choices"] == [written | dict.fromkeys(null)]
     (request,) = http.engine.requests
     assert (request.prompt, request.sampling.max_tokens) == ("98 +", 16)
 

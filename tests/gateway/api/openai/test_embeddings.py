@@ -75,7 +75,7 @@ async def test_a_call_says_how_its_prompts_are_embedded(http: Client) -> None:
         ({"input": "a", "dimensions": "NaN"}, "invalid_request", "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "invalid_request", "encoding_format"),
         ({"input": "a", "pooling": "max"}, "invalid_request", "pooling"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "unsupported", "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "empty_prompt", "truncate_prompt_tokens"),
         ({"input": "a", "temperature": 1}, "unsupported", "temperature"),
         ({"input": "a", "model": "other"}, "model_not_found", "model"),
         ({"input": [[1] * 9000]}, "request_too_large", None),

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from nano_inference.gateway.api.openai.records import keyed
+from nano_inference.bus.public import ErrorInfo, GenerateRequest, Output
 from nano_inference.gateway.call import Call
+from nano_inference.gateway.serving.begun_calls import keyed
 
-from ...fake import Client, FakeEngine, refused
+from ...fake import Client, FakeEngine, completion, refused, sample
 from .streamed import Recorded, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -106,11 +107,41 @@ async def test_a_refused_call_may_be_repeated(http: Client) -> None:
     assert len(http.engine.requests) == 1
 
 
-async def test_a_repeated_call_gets_the_same_error(http: Client) -> None:
-    http.engine.outputs = refused("lane_failed")
-    answers = [await http.post(COMPLETIONS, json=TEXT, headers=KEY) for _ in range(2)]
-    assert [each.json()["error"]["code"] for each in answers] == ["lane_failed"] * 2
-    assert len(http.engine.requests) == 1
+async def test_a_call_that_has_failed_is_made_anew(http: Client, other: Client) -> None:
+    """Any number of times, until one has an answer; that is kept."""
+    works, http.engine.outputs = http.engine.outputs, refused("lane_failed")
+    for client in (http, other):
+        answer = await client.post(COMPLETIONS, json=TEXT, headers=KEY)
+        assert answer.json()["error"]["code"] == "lane_failed"
+    changed = await http.post(COMPLETIONS, json=TEXT | {"seed": 1}, headers=KEY)
+    assert (changed.status_code, len(http.engine.requests)) == (422, 2)
+    http.engine.outputs = works
+    ids = {
+        (await client.post(COMPLETIONS, json=TEXT, headers=KEY)).json()["id"]
+        for client in (http, other)
+    }
+    assert (len(ids), len(http.engine.requests)) == (1, 3)
+
+
+async def test_a_call_that_ended_without_its_client_is_made_anew(http: Client) -> None:
+    """Its client was away for longer than the grace; one that was cancelled stays as it is."""
+    works, http.engine.outputs = http.engine.outputs, _cancelled
+    first = (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).json()
+    assert first["choices"][0]["finish_reason"] == "abort"
+    http.engine.outputs = works
+    second = (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).json()
+    assert second["choices"][0]["finish_reason"] != "abort"
+    http.engine.outputs, key = _cancelled, KEY | {"Idempotency-Key": "k-2"}
+    ended = (await http.post(COMPLETIONS, json=TEXT, headers=key)).json()
+    await http.delete(f"/v1/streams/{ended['id']}", headers=KEY)
+    assert (await http.post(COMPLETIONS, json=TEXT, headers=key)).json() == ended
+    assert len(http.engine.requests) == 3
+
+
+def _cancelled(request: GenerateRequest) -> list[Output]:
+    error = ErrorInfo(code="cancelled", message="no")
+    samples = [sample(sample_index=index, finish_reason="abort") for index in range(request.n)]
+    return [completion(request, *samples, status="cancelled", error=error)]
 
 
 async def test_a_stream_is_resumed_by_the_same_call_with_its_key(

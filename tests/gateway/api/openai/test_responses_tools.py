@@ -11,9 +11,9 @@ import pytest
 
 from nano_inference.bus.public import CompletionSample
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.api.openai.records import decode_record
 from nano_inference.gateway.api.openai.responses.requests import ResponseRecord
 from nano_inference.gateway.serving import tokenizer
+from nano_inference.gateway.serving.begun_calls import decode_record
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.telemetry.instruments import TOOL_CALLS
 

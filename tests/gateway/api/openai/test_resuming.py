@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import BusError
-from nano_inference.gateway.api.openai import records
+from nano_inference.gateway.serving import begun_calls
 
 from ...fake import Client, FakeEngine, refused
 from ...made import interleaved
@@ -59,7 +59,7 @@ async def test_resuming_publishes_unpublished_requests(
     http: Client, other: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first gateway was killed when it had begun the first of two prompts."""
-    monkeypatch.setattr(records, "PUBLISH_PATIENCE_S", 0.0)
+    monkeypatch.setattr(begun_calls, "PUBLISH_PATIENCE_S", 0.0)
     told = stream_of(await http.post(COMPLETIONS, json=TEXT | {"prompt": ["a", "b"]}))
     answer_id = told[0].event_id.partition(".")[0]
     (first, second) = http.engine.requests

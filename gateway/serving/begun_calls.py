@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import anyio
 import msgspec
 
-from ....config import RequestError
-from ....store.calls import DurableCall
-from ...call import Call
-from ...caller import check_allowed, may_use
-from ...server.http import EngineError
-from ...serving.durable_calls import (
+from ...bus.public import GenerateRequest
+from ...config import RequestError
+from ...store.calls import DurableCall
+from ..call import Call
+from ..caller import check_allowed, may_use
+from ..server.http import EngineError
+from .durable_calls import (
     Attachment,
+    CallHead,
     DurableCalls,
     DurableRecord,
     IdempotencyKey,
     not_found,
 )
-from ...serving.fields import Body
+from .fields import Body
 
 HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 255
@@ -33,6 +37,11 @@ MAX_KEY_LENGTH = 255
 PUBLISH_PATIENCE_S = 5.0
 """Seconds to wait for the gateway that has begun a call to publish its requests. It may have
 stopped; a request that is published twice is refused once.
+"""
+
+MOST_ATTEMPTS = 64
+"""Calls of one key that are made because those before have failed. After that the last one's error
+is the answer.
 """
 
 _LONGEST_WAIT_S = 0.2
@@ -101,24 +110,38 @@ class BegunCalls(Generic[R]):
             raise self.missing(call_id)
         return Found(record, kept)
 
-    async def claim(self, call: Call, record: R) -> Found[R] | None:
-        """Store a call under its key. Returns the call that has the key already, if any.
+    async def claim(self, call: Call, record: R) -> tuple[R, Found[R] | None]:
+        """Store a call under its key, unless there is a call with the key that runs or has an
+        answer.
+
+        Returns:
+            The record as it is stored; and the call that has the key, if any.
 
         Raises:
             RequestError: idempotency_key_reused, model_not_found.
         """
-        assert record.keyed is not None, "it has a key"
+        key = record.keyed
+        assert key is not None, "it has a key"
         check_allowed(call.caller, record.call.model)
-        owner = await self.durable.claim(record)
-        if owner == record.id:
-            return None
-        try:
-            return await self.find(call, owner, record.keyed)
-        except RequestError as error:
-            if error.code == self.missing(owner).code:
-                # The call was dropped a moment ago, and its key with it or soon.
-                check_same(None, record.keyed)
-            raise
+        for attempt in range(MOST_ATTEMPTS):
+            if attempt:
+                key = msgspec.structs.replace(key, attempt=attempt)
+                record = msgspec.structs.replace(record, keyed=key)
+            owner = await self.durable.claim(record)
+            if owner == record.id:
+                return record, None
+            try:
+                found = await self.find(call, owner, key)
+            except RequestError as error:
+                if error.code == self.missing(owner).code:
+                    # The call was dropped a moment ago, and its key with it or soon.
+                    check_same(None, key)
+                raise
+            if not await self.durable.has_failed(*found):
+                break
+            # So that calls that come later find the next attempt.
+            await self.durable.extend(found.record)
+        return record, found
 
     @asynccontextmanager
     async def attach(self, found: Found[R]) -> AsyncIterator[Attachment]:
@@ -136,6 +159,96 @@ class BegunCalls(Generic[R]):
                 await anyio.sleep(next(pauses))
                 kept = await self.durable.find(record.id) or kept
         return kept
+
+
+class BodyRecord(DurableRecord, frozen=True, kw_only=True):
+    """A call whose answer follows from its body and the outputs of its requests. A client that
+    comes back sends the body again, so the record has no more than ids.
+
+    Attributes:
+        requests: Ids of the requests, in order.
+    """
+
+    requests: tuple[str, ...]
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [*self.requests]
+
+    @property
+    def is_complete(self) -> bool:
+        return True
+
+    @property
+    def is_durable(self) -> bool:
+        return True
+
+
+class BodyCall(NamedTuple):
+    """A call of a `BodyRecord`, new or begun before.
+
+    Attributes:
+        requests: Its requests, with the ids of the first call.
+        created: When the first call came, seconds since the Unix epoch.
+        attach: Attaches to it; to nothing without an idempotency key.
+    """
+
+    requests: list[GenerateRequest]
+    created: int
+    attach: Attach
+
+
+@dataclass(eq=False)
+class BodyCalls:
+    """The calls with idempotency keys of interfaces that store no more than a `BodyRecord`.
+
+    Attributes:
+        model: The id of their model.
+    """
+
+    durable: DurableCalls
+    model: str
+
+    async def begin(
+        self, call: Call, key: IdempotencyKey | None, requests: Sequence[GenerateRequest]
+    ) -> BodyCall:
+        """Begin a call, or find the one that was begun with its key.
+
+        Args:
+            requests: Its requests, checked; of one model.
+
+        Raises:
+            RequestError: idempotency_key_reused, model_not_found, stored_calls_full.
+        """
+        created = int(time.time())
+        if key is None:
+            return BodyCall([*requests], created, nullcontext)
+        first = requests[0]
+        head = CallHead(
+            id=first.request_id,
+            created=created,
+            model=first.model or self.model,
+            of_model=self.model,
+        )
+        record = BodyRecord(
+            tenant=call.tenant,
+            call=head,
+            keyed=key,
+            requests=tuple(each.request_id for each in requests),
+        )
+        begun = BegunCalls(self.durable, BodyRecord)
+        record, found = await begun.claim(call, record)
+        if found is None:
+            return BodyCall([*requests], created, partial(self.durable.begun, record))
+        record = found.record
+        return BodyCall(
+            [
+                msgspec.structs.replace(request, request_id=request_id)
+                for request, request_id in zip(requests, record.requests, strict=True)
+            ],
+            record.call.created,
+            partial(begun.attach, found),
+        )
 
 
 def pauses_s(longest_s: float) -> Iterator[float]:
@@ -157,7 +270,21 @@ def keyed(call: Call, body: Body) -> IdempotencyKey | None:
     Raises:
         RequestError: invalid_idempotency_key.
     """
-    keys = call.header_values(HEADER)
+    if (key := key_of(call)) is None:
+        return None
+    return identity_of(call, key, msgspec.json.encode(body, order="deterministic"))
+
+
+def key_of(call: Call, *others: str) -> str | None:
+    """Return the idempotency key of a call; None without one.
+
+    Args:
+        others: Keys that it has elsewhere than in its header.
+
+    Raises:
+        RequestError: invalid_idempotency_key.
+    """
+    keys = [*call.header_values(HEADER), *others]
     if not keys:
         return None
     if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
@@ -165,15 +292,19 @@ def keyed(call: Call, body: Body) -> IdempotencyKey | None:
             f"{HEADER} must be 1 to {MAX_KEY_LENGTH} visible ASCII characters, and come once",
             code="invalid_idempotency_key",
         )
+    return keys[0]
+
+
+def identity_of(call: Call, key: str, body: bytes) -> IdempotencyKey:
+    """Return the identity of a call with a key; `body`: equal for equal calls."""
     # A model's own address takes the place of its name in the body.
-    encoded = msgspec.json.encode(body, order="deterministic").hex()
-    about = [call.path, encoded, *([call.model] if call.model else [])]
-    return IdempotencyKey(_digest(call.tenant, keys[0]), _digest(*about))
+    about = [call.path, body.hex(), *([call.model] if call.model else [])]
+    return IdempotencyKey(_digest(call.tenant, key), _digest(*about))
 
 
 def check_same(first: IdempotencyKey | None, again: IdempotencyKey) -> None:
     """Raises RequestError (idempotency_key_reused) unless both are the same call."""
-    if first != again:
+    if first is None or (first.name, first.digest) != (again.name, again.digest):
         raise RequestError(
             f"this {HEADER} came with another call before, which is kept for as long as its "
             "results; take a new key for each call, and the same body with the same key",

@@ -40,6 +40,7 @@ from .server.measures import Measures
 from .serving.chain import PolicyChain
 from .serving.durable_calls import DurableCalls, watch_orphans
 from .serving.lane_state import Readiness
+from .serving.model_names import check_aliases
 from .serving.request_log import RequestLog
 from .serving.services import ChainOf, Services
 
@@ -204,9 +205,13 @@ def make_app(
         readiness: Whether the gateway takes requests; None for that of the engine.
 
     Raises:
-        ConfigError: The policy's settings or `gateway.message_format` are invalid.
+        ConfigError: The policy's settings, `gateway.message_format` or `gateway.model_aliases` are
+            invalid.
     """
     measures, readiness = measures or Measures(), readiness or Readiness(client.deployment)
+    engine = config.engine
+    served = {engine.model_name, *engine.model_aliases, *engine.adapters}
+    check_aliases(config.gateway.model_aliases, served)
     policy = Policy(client, config, measures)
     log, regions = log_of(config, measures), TenantRegions(config.gateway)
     model = Interfaces(client, config, policy.chain_of, measures, readiness, log, regions)

@@ -27,6 +27,7 @@ from ..policy.policy import Policy
 from ..server.http import EngineError
 from ..server.measures import Measures
 from ..serving.lane_state import Readiness
+from ..serving.model_names import check_aliases
 from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
 from .models import ModelApp, Models
 from .routes import ModelControl, OllamaModels, deployment_routes
@@ -44,7 +45,10 @@ class DeploymentApp(GatewayApp):
             ConfigError: As `make_app`.
         """
         self._config, self._measures = config, measures or Measures()
-        self.models = models = Models(client, config.models)
+        aliases = config.gateway.model_aliases
+        # Without models in the settings, the registry alone has them.
+        check_aliases(aliases, {name for spec in config.models for name in spec.names})
+        self.models = models = Models(client, config.models, aliases)
         readiness = Readiness(models)
         policy = Policy(client, config, self._measures, models.clients)
         control = ModelControl(client, policy.audit)

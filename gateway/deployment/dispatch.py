@@ -23,6 +23,7 @@ ABORT = "/abort_request"
 _WITHOUT_LANES = (
     "/v1/streams/",
     "/v1/responses/",
+    "/v1/conversations",
     "/v1/models",
     "/v2",
     "/version",

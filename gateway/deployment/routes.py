@@ -14,6 +14,7 @@ from ...pipeline.client import BusClient
 from ...pipeline.models import ModelStatus
 from ...store.registry import ModelState
 from ..api import anthropic, ollama
+from ..api.openai.catalog import models_response
 from ..api.routes import PolicyRoute
 from ..call import Call
 from ..caller import Caller, check_allowed
@@ -142,7 +143,7 @@ def deployment_routes(
         return _with_state(await app.interfaces.info.card(name, caller), app)
 
     async def list_models(call: Call) -> Response:
-        return JsonResponse({"object": "list", "data": await cards(call.caller)})
+        return models_response(call, await cards(call.caller))
 
     async def model(call: Call) -> Response:
         return JsonResponse(await card(call))

@@ -75,8 +75,8 @@ _CODES = {
     401: "missing_api_key invalid_api_key",
     403: "insufficient_scope shared_memory_off forbidden_host forbidden_origin",
     404: "unknown_key unknown_tenant model_not_found unknown_model adapter_not_found "
-    "adapter_unloaded stream_not_found not_found unknown_response unknown_region "
-    "unknown_request",
+    "adapter_unloaded stream_not_found not_found unknown_response unknown_conversation "
+    "unknown_item unknown_region unknown_request",
     405: "method_not_allowed",
     408: "request_timeout",
     409: "model_exists adapter_busy adapter_in_use",

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,16 +82,29 @@ def environment(name: str, cache: Path) -> Path:
         name: A key of `PACKAGES`, `CLIENTS`, `TOOLS` or `WORKFLOWS`.
         cache: The folder of all environments. One of other versions under the same name is removed.
     """
-    # Of what we take as well, the version that we are tested with.
-    tested = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     wanted = (PACKAGES | CLIENTS | TOOLS | WORKFLOWS)[name]
+    return python_environment(Path(name).stem, wanted, cache, UNWANTED.get(name, []))
+
+
+def python_environment(
+    kind: str, wanted: list[str], cache: Path, unwanted: Sequence[str] = ()
+) -> Path:
+    """Return the folder of programs of a virtual environment with some packages.
+
+    Args:
+        kind: Its name in the cache.
+        wanted: Packages. One that we take as well has the version that we are tested with.
+        cache: As of `environment`.
+        unwanted: Packages that those bring, to be removed.
+    """
+    tested = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     packages = [f"{each}=={tested[each]}" if each in tested else each for each in wanted]
-    with _made(cache, Path(name).stem, [sys.version, sys.executable, *packages]) as (folder, old):
+    with _made(cache, kind, [sys.version, sys.executable, *packages]) as (folder, old):
         if not old:
             venv.create(folder, with_pip=True)
             pip = [str(folder / "bin" / "python"), "-m", "pip"]
             run([*pip, "install", "--quiet", *packages], folder, limit_s=INSTALL_LIMIT_S)
-            if unwanted := UNWANTED.get(name):
+            if unwanted:
                 run([*pip, "uninstall", "--quiet", "--yes", *unwanted], folder)
     return folder / "bin"
 
@@ -104,7 +117,12 @@ def node_folder(name: str, cache: Path) -> Path:
         cache: As of `environment`.
     """
     packages = (FOR_NODE | CLIENTS_FOR_NODE | SERVERS_FROM_NODE)[name]
-    with _made(cache, f"node_{Path(name).stem}", packages) as (folder, old):
+    return node_environment(f"node_{Path(name).stem}", packages, cache)
+
+
+def node_environment(kind: str, packages: list[str], cache: Path) -> Path:
+    """Return a folder with packages of npm; see `python_environment`."""
+    with _made(cache, kind, packages) as (folder, old):
         if not old:
             folder.mkdir()
             (folder / "package.json").write_text("{}")

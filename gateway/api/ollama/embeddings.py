@@ -11,7 +11,8 @@ from ....telemetry import now_ns
 from ...call import Call
 from ...server.http import JsonResponse, Response, read_object
 from ...serving.embedding import EmbedCall, Prompt, answer_embedded
-from ...serving.fields import adapter_of, engine_priority, read_part
+from ...serving.fields import engine_priority, read_part
+from ...serving.model_names import adapter_of
 from ...serving.services import Services
 from .bodies import EmbedBody, EmbeddingCommon, EmbeddingsBody
 from .requests import model_of

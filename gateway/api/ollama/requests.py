@@ -13,8 +13,9 @@ from ....text.conversation import check_results
 from ....text.messages import Tool, ToolUse, tool_of, tools_of
 from ...server.http import field_error
 from ...serving.chat_templates import Conversation, Reasoning, Turn
-from ...serving.fields import Body, adapter_of, engine_priority, ignore, read_part
+from ...serving.fields import Body, engine_priority, ignore, read_part
 from ...serving.images import content_of, image_part, of_base64, text_part
+from ...serving.model_names import adapter_of
 from ...serving.prepared import Prepared
 from ...serving.sampling_fields import OLLAMA, read_sampling
 from ...serving.tools import tool_call
@@ -169,10 +170,10 @@ def prompt_conversation(fields: GenerateBody) -> Conversation:
 def _reasoning(fields: AnswerBody) -> Reasoning | None:
     if fields.think is None:
         return None
-    named = {"on_param": "think", "effort_param": "think"}
-    if isinstance(fields.think, bool):
-        return Reasoning(on=fields.think, **named)
-    return Reasoning(on=True, effort=fields.think, **named)
+    effort = None if isinstance(fields.think, bool) else fields.think
+    return Reasoning(
+        on=fields.think is not False, effort=effort, on_param="think", effort_param="think"
+    )
 
 
 def _turn(given: dict[str, Any], where: str, before: Sequence[Turn]) -> Turn:

@@ -266,7 +266,7 @@ CHAT = Interface(
         Field("parallel_tool_calls", (), (True, False, None), BOOL),
         Field("include_reasoning", (), (True, False, None), BOOL),
         Field("separate_reasoning", (), (True, False, None), BOOL),
-        Field("reasoning_effort", (), ("none", None), (1, True, [], "", "x"), ("low",), NONE),
+        Field("reasoning_effort", (), ("none", "low", None), (1, True, [], "", "x")),
         Field("thinking_token_budget", (), (None,), (*INT, -1), (0, 5), NONE),
         Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
@@ -364,8 +364,8 @@ MESSAGES = Interface(
         Field("messages", (), (), ([],), group="messages"),
     ),
     shape="anthropic",
-    unsupported=("tools", "mcp_servers", "container", "thinking", "output_format"),
-    neutral=("metadata", "cache_control"),
+    unsupported=("tools", "compaction", "thread", "thinking", "output_format"),
+    neutral=("metadata", "cache_control", "mcp_servers", "container", "speed"),
     needed=(("messages", "invalid_request"), ("max_tokens", "invalid_request")),
     last="event: message_stop",
 )
@@ -374,8 +374,8 @@ COUNT = Interface(
     {"messages": HELLO},
     (MODEL._replace(refusals=refused("unknown_model", 404)), TALKS, KWARGS),
     shape="anthropic",
-    unsupported=("tools", "mcp_servers", "max_tokens", "colour"),
-    neutral=("cache_control",),
+    unsupported=("tools", "max_tokens", "colour"),
+    neutral=("cache_control", "mcp_servers", "compaction"),
     needed=(("messages", "invalid_request"),),
 )
 TOKENIZE = Interface(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .programs import Program
 from .recording import RecordedCall, Recorder
 
-PATH = Path(__file__).parent / "results.json"
+RESULTS = Path(__file__).parent / "results.json"
 BODIES = Path(__file__).parent / "bodies.json"
 
 _ASKING = ("messages", "input", "prompt")
@@ -26,7 +27,7 @@ def asks(call: RecordedCall) -> bool:
 
 
 def write_result(name: str, program: Program, recorder: Recorder) -> None:
-    """Write one program's result, and its last call, into the files of all."""
+    """Write a program's result, and its last call over each interface, into the files of all."""
     asking = [call for call in recorder.calls if asks(call)]
     result = {
         "package": program.package,
@@ -34,12 +35,17 @@ def write_result(name: str, program: Program, recorder: Recorder) -> None:
         "start": program.start,
         "calls": len(asking),
         "paths": sorted({_path(call) for call in asking}),
-        "neutral": sorted({_PLACE.sub("[]", field) for field in recorder.ignored}),
+        "neutral": fields_in(recorder.ignored),
         "failed": sorted({f"{call.method} {_path(call)}" for call in recorder.failed}),
     }
-    _put(PATH, name, result)
-    last = {_path(call): call for call in asking}
-    _put(BODIES, name, {path: reduced(call.body) for path, call in last.items()})
+    _put(RESULTS, name, result)
+    for path, call in {_path(call): call for call in asking}.items():
+        _put(BODIES, f"{name} {path}", [path, reduced(call.body), fields_in(call.ignored)])
+
+
+def fields_in(ignored: Iterable[str]) -> list[str]:
+    """Return the names of ignored fields, whatever their places in lists."""
+    return sorted({_PLACE.sub("[]", field) for field in ignored})
 
 
 def _path(call: RecordedCall) -> str:
@@ -47,9 +53,11 @@ def _path(call: RecordedCall) -> str:
 
 
 def _put(path: Path, name: str, value: object) -> None:
+    """Put a value into a file with a line for each."""
     values = json.loads(path.read_text()) if path.exists() else {}
     values[name] = value
-    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+    lines = (f"{json.dumps(each)}: {json.dumps(values[each])}" for each in sorted(values))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def reduced(value: Any) -> Any:

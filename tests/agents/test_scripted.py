@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from .conversations import Task
+from .results import BODIES, fields_in
 from .scripted import MODEL, ScriptedGateway, scripted_config
 
 TASK = Task("walnut", "/tmp/note.txt")
@@ -19,6 +21,7 @@ WRITE = {
     "required": ["path", "content"],
 }
 BASH = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+RECORDED = json.loads(BODIES.read_text())
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -117,3 +120,14 @@ async def test_a_failed_call_is_recorded(gateway: ScriptedGateway) -> None:
     (call,) = gateway.recorder.calls[first:]
     assert call in gateway.recorder.failed
     assert '"error"' in call.answer
+
+
+@pytest.mark.parametrize(("path", "body", "neutral"), RECORDED.values(), ids=RECORDED)
+async def test_a_body_as_a_program_sends_it_is_taken(
+    gateway: ScriptedGateway, path: str, body: dict[str, Any], neutral: list[str]
+) -> None:
+    """Its fields are those of the program's last call in the soak."""
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert fields_in(gateway.recorder.calls[-1].ignored) == neutral

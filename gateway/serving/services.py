@@ -74,7 +74,13 @@ class Services:
         fetches = Capacity(FETCHES, gateway.max_waiting, measures)
         self.images = Images(config.images, config.engine.model_name, fetches)
         rendering = Capacity(AT_ONCE, gateway.max_waiting, measures)
-        self.templates = ChatTemplates(self.tokenizer, self.length.get, workers, rendering)
+        self.templates = ChatTemplates(
+            self.tokenizer,
+            self.length.get,
+            workers,
+            rendering,
+            drops_billing=gateway.billing_lines == "drop",
+        )
         self.durable = DurableCalls(client, config)
         self.keyed = BodyCalls(self.durable, config.engine.model_name)
 

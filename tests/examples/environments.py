@@ -55,6 +55,7 @@ CLIENTS = {
         *("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1", "openai==2.54.0"),
     ],
     "dspy": ["dspy==3.4.1", "litellm==1.105.0", "openai==2.54.0"],
+    "ollama": ["ollama==0.6.3"],
 }
 # Workflow engines, each with the program `programs/durable/on_<name>.py`.
 WORKFLOWS = {
@@ -70,6 +71,7 @@ CLIENTS_FOR_NODE = {
         *("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92"),
         *("@ai-sdk/anthropic@4.0.105", "zod@4.6.7"),
     ],
+    "ollama": ["ollama@0.6.4"],
 }
 
 

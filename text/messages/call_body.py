@@ -160,11 +160,13 @@ class TaggedBody(_SearchedBody):
         return begun is not None and begun.partial and begun["key"] is not None
 
 
-_OWN: Mapping[str, Callable[[], CallBody]] = {
+OWN_BODIES: Mapping[str, Callable[[], CallBody]] = {
     "python": PythonBody,
     "named": JsonBody,
     "in a row": RowBody,
+    "elements": CallBody,
 }
+"""Bodies that Transformers' parsers don't read, by their names in `content_args.as`."""
 
 
 def new_body(content: str, args: dict[str, Any]) -> CallBody:
@@ -175,7 +177,7 @@ def new_body(content: str, args: dict[str, Any]) -> CallBody:
         delimiters = args.get("string_delims")
         return DelimitedBody(delimiters) if delimiters else JsonBody()
     if kind := args.get("as"):
-        return _OWN[kind]()
+        return OWN_BODIES[kind]()
     return CallBody()
 
 

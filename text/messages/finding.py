@@ -13,6 +13,7 @@ from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from ...config import ConfigError
+from .call_body import OWN_BODIES
 from .message_format import CallSyntax, MessageFormat, ReasoningSyntax, known_formats
 from .recognition import Render, recognised
 from .regions import CALLS, FIELDS, REASONING, region_template
@@ -132,6 +133,12 @@ def _check(form: MessageFormat) -> None:
     calls = template["fields"].get(CALLS, {})
     if form.reads_calls and "open" not in calls and "open_pattern" not in calls:
         raise ValueError(f"response_template.fields.{CALLS} needs an open or an open_pattern")
+    kind = calls.get("content_args", {}).get("as")
+    if kind is not None and (kind not in OWN_BODIES or calls.get("content") != "text"):
+        raise ValueError(
+            f"response_template.fields.{CALLS}.content_args.as is {kind!r}; with content 'text' it "
+            f"may be {', '.join(OWN_BODIES)}"
+        )
     if form.calls is not None and not _reads_calls_of(form, form.calls):
         raise ValueError(f"response_template.fields.{CALLS} does not read what calls writes")
     if form.reasoning is not None and not _reads_reasoning_of(form, form.reasoning):

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from .regions import CALLS, REASONING, region_template
+from .elements import ELEMENTS
+from .regions import CALLS, CONTENT, REASONING, region_template
 from .typed import type_of
 
 NAME, NUMBER, KIND = "{name}", "{number}", "{kind}"
@@ -135,6 +136,17 @@ class MessageFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def reads_reasoning(self) -> bool:
         """Whether reasoning can be distinguished from text."""
         return not self.response_template["fields"].keys().isdisjoint(REASONING)
+
+    @property
+    def marks_around_calls(self) -> frozenset[str]:
+        """What stands before and after all calls."""
+        if self.calls is not None:
+            return frozenset({self.calls.open.strip(), self.calls.close.strip()})
+        fields = self.response_template["fields"]
+        if fields.get(CALLS, {}).get("content_args", {}).get("as") != ELEMENTS:
+            return frozenset()
+        marks = fields.get(CONTENT, {}).get("close", ())
+        return frozenset([marks] if isinstance(marks, str) else marks)
 
 
 @cache

@@ -116,8 +116,7 @@ class MessageReader:
         self._schemas = {tool.name: tool.parameters for tool in reading.tools}
         self._ids = set[str]()
         # Marks around all calls, and whether a call that is none was the last before such a mark.
-        calls = form.calls
-        self._around = {calls.open.strip(), calls.close.strip()} if calls is not None else set()
+        self._around = form.marks_around_calls
         self._after_calls = False
         # Whether some text was not white space.
         self._has_text = False
@@ -268,7 +267,7 @@ class MessageReader:
             raise ValueError("no tool has that name")
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = self._template.arguments_in(arguments, self._schemas[name])
         if not isinstance(arguments, dict):
             raise TypeError("the arguments are no object")
         if self._template.has_texts:

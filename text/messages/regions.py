@@ -6,7 +6,9 @@ call is shown as the model wrote it.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +20,8 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 from .call_body import CallBody, check_all_is_read, names_in, new_body, texts_in
-from .own_bodies import parsed
+from .elements import ELEMENTS, arguments_in
+from .own_bodies import PARSERS, parsed
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the reasoning in response templates."""
@@ -98,7 +101,13 @@ class RegionTemplate(NamedTuple):
     def calls_in(self, value: Any) -> Any:
         """Return the calls in a body's value. Raises ValueError: it is not made of calls."""
         kind = self.content_args.get("as")
-        return value if kind is None else [parsed(kind, each) for each in value]
+        return [parsed(kind, each) for each in value] if kind in PARSERS else value
+
+    def arguments_in(self, text: str, schema: Mapping[str, Any]) -> Any:
+        """Return the arguments that a text has. Raises ValueError."""
+        if self.content_args.get("as") == ELEMENTS:
+            return arguments_in(text, self.content_args["mark"], schema)
+        return json.loads(text)
 
     @property
     def has_texts(self) -> bool:

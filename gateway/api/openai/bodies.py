@@ -312,6 +312,12 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored conversation."""
+
+    id: str
+
+
 class ResponseBody(RequestBody, frozen=True, kw_only=True):
     """`/v1/responses`."""
 
@@ -327,12 +333,8 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
         | {
             "background_options": RefusedField("there is one speed; `priority` says more"),
             "context_management": RefusedField("prompts are taken whole"),
-            "conversation": RefusedField(
-                "there are no conversations by name; `previous_response_id` goes on with one"
-            ),
             "moderation": _MODERATION,
             "prompt": RefusedField("there are no prompts by name; send `input`"),
-            "truncation": RefusedField("prompts are taken whole", (*EMPTY, "disabled")),
         }
     )
 
@@ -344,18 +346,26 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None
+    conversation: str | NamedConversation | None = None
     kv_session: KVSession | None = None
     metadata: dict[str, str] = {}
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: dict[str, Any] = {}
     text: TextOptions = TextOptions()
+    truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: Budget | None = None
+
+    @property
+    def conversation_id(self) -> str:
+        """The id of its conversation; "" for none."""
+        given = self.conversation
+        return given.id if isinstance(given, NamedConversation) else given or ""
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,8 @@ from ....text.messages import Reading
 from ...server.http import FieldError, field_error
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
-from ...serving.fields import Body, adapter_of, engine_priority, ignore, read_part
+from ...serving.fields import Body, engine_priority, ignore, read_part
+from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
 

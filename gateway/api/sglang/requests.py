@@ -14,8 +14,9 @@ from ....config import Config, Constraint, Int64, RequestError, SamplingParams
 from ...call import Call
 from ...server.http import convert, read_object
 from ...serving.constraints import of_grammar, the_one
-from ...serving.fields import Body, RefusedField, adapter_of, convert_part, read_part
+from ...serving.fields import Body, RefusedField, convert_part, read_part
 from ...serving.lane_state import unknown_model
+from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import SGLANG, read_sampling
 
 _MODEL = "model"

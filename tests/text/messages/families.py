@@ -20,7 +20,7 @@ from nano_inference.text.messages import (
 )
 from nano_inference.text.messages.message_format import known_formats
 
-from .listed_families import LISTED
+from .listed_families import LISTED, MARK_OF_M3
 from .tagged_families import TAGGED
 
 TOOLS = (
@@ -55,8 +55,8 @@ class Family(NamedTuple):
         open, close: What stands around all calls.
         answer, answered: What stands before a text, and between it and calls.
         is_json: Whether arguments are written as JSON.
-        argument: An argument with {key} and {value} between tags, and {type} or {is_text}; or
-            "python".
+        argument: An argument with {key} and {value} between tags, and {type} or {is_text};
+            "python"; or "elements".
     """
 
     format: str
@@ -104,10 +104,22 @@ class Family(NamedTuple):
             return json.dumps(arguments, ensure_ascii=False)
         if self.argument == "python":
             return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        if self.argument == "elements":
+            return "".join(_element(key, value) for key, value in arguments.items())
         if self.argument:
             return "".join(_tagged(self.argument, key, arguments[key]) for key in arguments)
         quote = "<escape>" if "<escape>" in self.chat_template else '<|"|>'
         return _unquoted(arguments, quote)
+
+
+def _element(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        text = "".join(_element(key, each) for key, each in value.items())
+    elif isinstance(value, list):
+        text = "".join(_element("item", each) for each in value)
+    else:
+        text = value if isinstance(value, str) else json.dumps(value)
+    return f"{MARK_OF_M3}<{name}>{text}{MARK_OF_M3}</{name}>"
 
 
 def _tagged(argument: str, key: str, value: Any) -> str:

@@ -1,5 +1,5 @@
 """Families of models that write calls in lists, of JSON or as in Python, or one by one with marks
-of their own; as `families.Family` takes them."""
+of their own, or in elements; as `families.Family` takes them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ _THINK = ("<think>\n", "\n</think>\n\n")
 _CALL = '{"name": "{name}", "arguments": {arguments}}'
 _PYTHON: dict[str, Any] = {"call": "{name}({arguments})", "argument": "python", "is_json": False}
 _CHAT = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+
+MARK_OF_M3 = "]<]minimax[>["
 
 _LISTED: dict[str, Any] = {
     "format": "tool-calls",
@@ -130,6 +132,18 @@ LISTED: dict[str, dict[str, Any]] = {
         "chat_template": "<|START_ACTION|> <|START_THINKING|> <|START_TEXT|>",
         "answer": "<|START_TEXT|>",
         "answered": "<|END_TEXT|>",
+    },
+    "MiniMax-M3": {
+        "format": "minimax-m3",
+        "model_type": "minimax_m3",
+        "chat_template": f"]~b]ai {MARK_OF_M3}<tool_call> <mm:think>",
+        "turn": "]~b]ai\n",
+        "open": f"{MARK_OF_M3}<tool_call>\n",
+        "call": f'{MARK_OF_M3}<invoke name="{{name}}">{{arguments}}{MARK_OF_M3}</invoke>\n',
+        "close": f"{MARK_OF_M3}</tool_call>",
+        "reasoning": ("<mm:think>", "</mm:think>"),
+        "argument": "elements",
+        "is_json": False,
     },
     "Apertus": {
         "format": "apertus",

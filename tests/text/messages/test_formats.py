@@ -187,7 +187,11 @@ def test_calls_are_not_looked_for_in_reasoning() -> None:
 def test_marks_in_a_value_are_part_of_it(family: Family, form: MessageFormat) -> None:
     behind = family.call.split("{arguments}")[-1].strip()
     others = ["[TOOL_CALLS] ; {", '"', "\\", "</s>", "</tool_call>", "</parameter>", "</think>"]
-    for mark in {behind, *others, family.close, family.between}:
+    marks = {behind, *others, family.close, family.between}
+    if family.argument == "elements":
+        # No text holds the mark of its tags.
+        marks = set(others)
+    for mark in marks:
         for value in (mark, f"a{mark}b", f"a {mark} b {mark}{mark} c", f"a\n{mark}\nb"):
             calls = [("get_weather", {"city": value, "x": "1"}), ("get_weather", {"city": value})]
             assert both(form, family.written(calls)) == Read("", "", calls, 0)
@@ -239,7 +243,8 @@ def test_a_call_without_a_closing_mark_is_complete_with_its_json(
     family: Family, form: MessageFormat
 ) -> None:
     written = Family(**family._asdict() | {"close": ""}).written(CALLS[:1])
-    mark = family.close[: family.close.find("]") + 1]
+    listed = family.open.strip().endswith("[")
+    mark = family.close[: family.close.find("]") + 1] if listed else ""
     for end in ("\n</tool_call>", "<tool_call|>", "<end_function_call>", "<|call|>"):
         written = written.removesuffix(end)
     found = both(form, written + mark)
@@ -256,9 +261,44 @@ def test_gpt_oss_commentary_is_content() -> None:
     assert found == Read("", "I look.", CALLS[:1], 0)
 
 
+def test_gpt_oss_may_begin_its_header_anew() -> None:
+    text = "<|channel|>commentary to=assistant<|channel|>final<|message|>Yes."
+    assert both(named("gpt-oss"), text) == Read("", "Yes.", [], 0)
+
+
 def test_llama_may_call_it_arguments() -> None:
     text = '{"name": "get_weather", "arguments": {"city": "Bari"}}<|eot_id|>'
     assert both(named("llama"), text) == Read("", "", [("get_weather", {"city": "Bari"})], 0)
+
+
+def test_elements_are_lists_or_objects_by_the_tools_schema() -> None:
+    family, tool = (
+        FAMILIES["MiniMax-M3"],
+        Tool(
+            name="mark",
+            parameters={
+                "type": "object",
+                "properties": {
+                    "at": {"$ref": "#/$defs/place"},
+                    "tags": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+                    "item": {"type": "object"},
+                    "none": {"type": "array"},
+                },
+                "$defs": {"place": {"type": "object", "properties": {"zip": {"type": "string"}}}},
+            },
+        ),
+    )
+    given = {"at": {"zip": "0123"}, "tags": ["a", 1], "item": {"item": "b"}, "none": []}
+    text = family.written([("mark", given)])
+    found = read(named("minimax-m3"), [text], tools=(tool,))
+    assert found.calls == [("mark", given)]
+    for bad in (
+        text.replace("</zip>", "</at>", 1),
+        text.replace("<tags>", "<tags>x", 1),
+        text.replace("<tags>", "<none>", 1).replace("</tags>", "</none>", 1),
+        text.replace("<none>", "<at>" * 70, 1),
+    ):
+        assert read(named("minimax-m3"), [bad], tools=(tool,)).calls == []
 
 
 def test_values_in_xml_are_of_the_types_that_the_tool_declares() -> None:

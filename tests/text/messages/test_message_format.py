@@ -196,6 +196,10 @@ BAD_TEMPLATES = {
         {"start_anchor": "x", "fields": {"tool_calls": {"content": "json"}}},
         "tool_calls",
     ),
+    "a body that is unknown": (
+        _with(tool_calls={"open": "<c>", "content": "text", "content_args": {"as": "lisp"}}),
+        "lisp",
+    ),
     "marks without width": (
         _with(thinking={"open_pattern": "a*", "close_pattern": "b*"}),
         "thinking",

@@ -357,9 +357,11 @@ def _of_templates(templates: dict[str, str]) -> Iterator[str]:
 def _of_cases(cases: list[Case], templates: dict[str, str], verbose: bool) -> Iterator[str]:
     forms = {name: form_of(text) for name, text in templates.items()}
     counts: dict[str, Counter[str]] = {}
+    kinds: dict[int, set[str]] = {}
     for case in cases:
         found = outcome(case, templates[case.template], forms[case.template])
         counts.setdefault(case.template, Counter())[found.kind] += 1
+        kinds.setdefault(case.statement, set()).add(found.kind)
         if found.kind != "same":
             yield f"{case.place} {Path(case.template).stem}: {found.kind}: {found.why}"
             if verbose:
@@ -368,6 +370,11 @@ def _of_cases(cases: list[Case], templates: dict[str, str], verbose: bool) -> It
     for name, count in counts.items():
         yield f"{Path(name).stem:54} {dict(count)}"
     yield f"{f'all of {len(cases)}':54} {dict(sum(counts.values(), Counter()))}"
+    # A statement is as the worst of its cases, and "different" is the worst.
+    worst = Counter(
+        min(found, key=("different", "later", "same").index) for found in kinds.values()
+    )
+    yield f"{f'statements: {len(kinds)}':54} {dict(worst)}"
 
 
 main()

@@ -50,12 +50,14 @@ class Case:
 
     Attributes:
         place: The number of the case in the file.
+        statement: The place of its statement, which a loop may run for several templates.
         asked: What the builder was given, by the names of its functions.
     """
 
     place: int
     template: str
     text: str
+    statement: int = 0
     asked: dict[str, Any] = field(default_factory=dict)
     expected: Message = field(default_factory=Message)
 
@@ -331,7 +333,7 @@ class _Reader:
         if not isinstance(value, Case):
             raise NotRead(name)
         if name == "run":
-            value.place = len(self.found) + 1
+            value.place, value.statement = len(self.found) + 1, self._at
             self.found.append(value)
         elif name == "expect":
             (value.expected,) = given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ RESULTS = Path(__file__).parent / "results.json"
 BODIES = Path(__file__).parent / "bodies.json"
 
 _ASKING = ("messages", "input", "prompt")
-_PLACE = re.compile(r"\[\d+\]")
+# The header names no places.
+_TOOL = "tools[]"
+_OFFERED = ("function", "custom", "namespace")
+_HEADER = re.compile(r"x-[a-z-]+: ")
 # Texts that are no names: they say nothing about a body's form.
 _LONG = re.compile(r"\s|.{40}", re.S)
 
@@ -35,17 +38,19 @@ def write_result(name: str, program: Program, recorder: Recorder) -> None:
         "start": program.start,
         "calls": len(asking),
         "paths": sorted({_path(call) for call in asking}),
-        "neutral": fields_in(recorder.ignored),
+        "neutral": recorder.ignored,
+        "left_out": sorted({kind for call in asking for kind in _tools_left_out(call)}),
         "failed": sorted({f"{call.method} {_path(call)}" for call in recorder.failed}),
     }
     _put(RESULTS, name, result)
     for path, call in {_path(call): call for call in asking}.items():
-        _put(BODIES, f"{name} {path}", [path, reduced(call.body), fields_in(call.ignored)])
+        _put(BODIES, f"{name} {path}", [path, reduced(call.body), sorted(call.ignored)])
 
 
-def fields_in(ignored: Iterable[str]) -> list[str]:
-    """Return the names of ignored fields, whatever their places in lists."""
-    return sorted({_PLACE.sub("[]", field) for field in ignored})
+def _tools_left_out(call: RecordedCall) -> Iterator[str]:
+    """Types of the tools that the gateway left out."""
+    if _TOOL in call.ignored:
+        yield from (each["type"] for each in call.body["tools"] if each["type"] not in _OFFERED)
 
 
 def _path(call: RecordedCall) -> str:
@@ -72,7 +77,8 @@ def reduced(value: Any) -> Any:
     if isinstance(value, list):
         return [reduced(each) for each in value]
     if isinstance(value, str) and _LONG.search(value):
-        return '{"path": "text"}' if value.startswith("{") else "text"
+        header = _HEADER.match(value)
+        return '{"path": "text"}' if value.startswith("{") else f"{header[0] if header else ''}text"
     return value
 
 

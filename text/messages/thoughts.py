@@ -45,9 +45,11 @@ class Thought(Generic[Functions]):
         self._begins = _begins_of(self._opens, self._template.looks_back)
         self._names = names
         self._functions = functions
-        self._held = ""
+        self._held: list[str] = []
         self._found: list[Functions] = []
         self._call: list[RegionPiece] = []
+        # Whether the open call may be one as far as its beginning shows.
+        self._begun = False
 
     def add(self, text: str) -> str:
         """Add text; return what is certainly part of the thought."""
@@ -89,14 +91,14 @@ class Thought(Generic[Functions]):
         if piece.field == CALLS:
             return self._told_of_call(piece)
         if self._held and (piece.field == MARKS or piece.text.isspace()):
-            self._held += piece.text
+            self._held.append(piece.text)
             return ""
         return self._released() + piece.text
 
     def _told_of_call(self, piece: RegionPiece) -> str:
         if piece.kind == "open":
-            self._call = []
-        self._held += piece.text
+            self._call, self._begun = [], False
+        self._held.append(piece.text)
         self._call.append(piece)
         if piece.kind not in ("close", "end"):
             return ""
@@ -107,17 +109,19 @@ class Thought(Generic[Functions]):
 
     def _is_open_for_nothing(self) -> bool:
         """Return whether the open call is none: its name is no tool's, or its JSON no object."""
-        if not self._call:
+        if self._begun or not self._call:
             return False
         found = self._opens.match(self._call[0].text)
         name = None if found is None else found.groupdict().get("name")
-        if name is not None:
-            return name not in self._names
         body = "".join(piece.text for piece in self._call[1:]).lstrip()
-        return body[:1] not in ("", "{", "[")
+        if name is not None:
+            self._begun = name in self._names
+        else:
+            self._begun = body[:1] in ("{", "[")
+        return not self._begun and (name is not None or body != "")
 
     def _released(self) -> str:
-        held, self._held, self._found, self._call = self._held, "", [], []
+        held, self._held, self._found, self._call = "".join(self._held), [], [], []
         return held
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,7 +124,10 @@ def _read(text: str) -> list[Any]:
     if word[:1] not in ("[", "{"):
         return []
     try:
-        return [json.loads(json.dumps(ast.literal_eval(word)))]
+        with warnings.catch_warnings():
+            # Unknown escapes, which stay as they are.
+            warnings.simplefilter("ignore")
+            return [json.loads(json.dumps(ast.literal_eval(word)))]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return []
 

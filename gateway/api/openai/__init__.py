@@ -12,7 +12,8 @@ from .embeddings import EmbeddingCalls
 from .errors import in_openai_words
 from .generate import GenerationCalls
 from .info import AdapterCalls, ModelInfoCalls
-from .responses import ID_PREFIX, ConversationCalls, ResponseCalls
+from .render import RenderCalls
+from .responses import ID_PREFIX, ConversationCalls, ResponseCalls, upgrade
 from .sessions import SessionCalls
 
 
@@ -22,6 +23,7 @@ def openai_routes(
     """Return the endpoints."""
     generation = GenerationCalls(services)
     embeddings = EmbeddingCalls(services)
+    render = RenderCalls(services)
     adapters = AdapterCalls(services)
     sessions = SessionCalls(services)
     stored = responses.stored.conversations
@@ -47,10 +49,15 @@ def openai_routes(
         route("POST /v1/completions", generation.completions),
         route("POST /v1/chat/completions", generation.chat, "chat"),
         route("POST /inference/v1/generate", generation.tokens, "generate"),
+        route("POST /v1/completions/render", render.completions),
+        route("POST /v1/completions/derender", render.text_of_tokens),
+        route("POST /v1/chat/completions/render", render.chat, "chat"),
+        route("POST /v1/chat/completions/derender", render.chat_of_tokens, "chat"),
         route("GET /v1/streams/{stream}", stream),
         route("DELETE /v1/streams/{stream}", cancel),
         route("POST /v1/streams/{stream}/cancel", cancel),
         route("POST /v1/responses", responses.create, "responses"),
+        route("GET /v1/responses", upgrade, "responses"),
         route("POST /v1/responses/input_tokens", responses.input_tokens, "responses"),
         route("POST /v1/responses/compact", responses.compact, "responses"),
         route("GET /v1/responses/{response_id}", responses.retrieve, "responses"),

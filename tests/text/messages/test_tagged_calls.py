@@ -80,6 +80,7 @@ def test_words_of_python_are_values() -> None:
         ("True", {"boolean"}, True),
         ("None", {"null", "string"}, None),
         ("{'a': [True, None]}", {"object"}, {"a": [True, None]}),
+        (r"['\d']", {"array"}, [r"\d"]),
         ("3.0", {"integer"}, 3),
         ("1", {"boolean"}, True),
         ("1", {"number", "integer"}, 1),

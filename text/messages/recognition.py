@@ -129,8 +129,8 @@ def _samples(render: Render) -> _Samples:
     turn: Mapping[str, Any] = {"role": "assistant", "content": ""}
     thought = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
     # Some templates take a single call only, or write several as nobody reads them.
-    called = [written({**turn, "tool_calls": calls[:number]}) for number in (2, 1)]
-    return _Samples(written(None), written(None, begin=True), *called, written(thought))
+    several, single = (written({**turn, "tool_calls": calls[:number]}) for number in (2, 1))
+    return _Samples(written(None), written(None, begin=True), several, single, written(thought))
 
 
 # --- how well a format fits ---------------------------------------------------------------------

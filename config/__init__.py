@@ -30,7 +30,6 @@ from .errors import WeightsError as WeightsError
 from .errors import field_error as field_error
 from .errors import prompt_too_long as prompt_too_long
 from .gateway import GatewayConfig as GatewayConfig
-from .gateway import UnknownFields as UnknownFields
 from .images import ImagesConfig as ImagesConfig
 from .models import ModelConfig as ModelConfig
 from .policy import PolicyConfig as PolicyConfig

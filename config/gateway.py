@@ -9,8 +9,6 @@ import msgspec
 
 from .base import NonNegativeInt, Port, PositiveInt, Range, Seconds, Section
 
-UnknownFields = Literal["refuse", "ignore"]
-
 
 class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     """The HTTP and gRPC servers in front of the bus.
@@ -119,7 +117,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     comment_s: Seconds = 15.0
     message_format: str = "auto"
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
-    unknown_fields: UnknownFields = "refuse"
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
     billing_lines: Literal["drop", "keep"] = "drop"
     model_aliases: dict[str, str] = msgspec.field(default_factory=dict)
     template_timeout_s: Seconds = 5.0

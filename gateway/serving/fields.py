@@ -17,11 +17,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from ...config import MAX_INT64, UnknownFields, field_name, nearest, told_of
+from ...config import MAX_INT64, field_name, nearest, told_of
 from ..call import MOST_IGNORED, Call
 from ..server.http import FieldError, convert
 
@@ -50,7 +50,7 @@ _IGNORED: ContextVar[_Ignored] = ContextVar("_IGNORED")
 
 
 def collect_ignored(
-    fields: dict[str, None] | None = None, unknown: UnknownFields = "refuse"
+    fields: dict[str, None] | None = None, unknown: Literal["refuse", "ignore"] = "refuse"
 ) -> dict[str, None]:
     """Return the neutral fields that are found from now on in this task: their paths, in order,
     without places in lists.

@@ -12,6 +12,7 @@ from .embeddings import EmbeddingCalls
 from .errors import in_openai_words
 from .generate import GenerationCalls
 from .info import AdapterCalls, ModelInfoCalls
+from .render import RenderCalls
 from .responses import ID_PREFIX, ConversationCalls, ResponseCalls, upgrade
 from .sessions import SessionCalls
 
@@ -22,6 +23,7 @@ def openai_routes(
     """Return the endpoints."""
     generation = GenerationCalls(services)
     embeddings = EmbeddingCalls(services)
+    render = RenderCalls(services)
     adapters = AdapterCalls(services)
     sessions = SessionCalls(services)
     stored = responses.stored.conversations
@@ -47,6 +49,10 @@ def openai_routes(
         route("POST /v1/completions", generation.completions),
         route("POST /v1/chat/completions", generation.chat, "chat"),
         route("POST /inference/v1/generate", generation.tokens, "generate"),
+        route("POST /v1/completions/render", render.completions),
+        route("POST /v1/completions/derender", render.text_of_tokens),
+        route("POST /v1/chat/completions/render", render.chat, "chat"),
+        route("POST /v1/chat/completions/derender", render.chat_of_tokens, "chat"),
         route("GET /v1/streams/{stream}", stream),
         route("DELETE /v1/streams/{stream}", cancel),
         route("POST /v1/streams/{stream}/cancel", cancel),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from ....bus.public import KVSession, SessionAction
+from ....bus.public import FinishReason, KVSession, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, WHOLE, SamplingBody
@@ -527,6 +527,82 @@ class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     action: SessionAction | None = None
     ttl_s: float | None = None
+
+
+class GeneratedTop(msgspec.Struct, frozen=True, kw_only=True):
+    """A token's name, `token_id:17`, and its logprob."""
+
+    OPEN: ClassVar = True
+
+    token: str
+    logprob: float
+
+
+class GeneratedLogprob(GeneratedTop, frozen=True, kw_only=True):
+    """The logprob of a token, and the likeliest ones at its place."""
+
+    top_logprobs: list[GeneratedTop] = []
+
+
+class GeneratedLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The logprobs of a choice's tokens."""
+
+    OPEN: ClassVar = True
+
+    content: list[GeneratedLogprob] = []
+
+
+class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice of an answer of `/inference/v1/generate`."""
+
+    OPEN: ClassVar = True
+
+    token_ids: tuple[Int64, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: GeneratedLogprobs | None = None
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of `/inference/v1/generate`."""
+
+    OPEN: ClassVar = True
+
+    id: str = ""
+    request_id: str = ""
+    system_fingerprint: str | None = None
+    choices: list[GeneratedChoice] = []
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+_IN_ONE_PIECE = RefusedField("an answer is made in one piece; send it once it is whole")
+
+
+class DerenderChatBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`/v1/chat/completions/derender`."""
+
+    REFUSED: ClassVar = {
+        "generate_chunk": _IN_ONE_PIECE,
+        "stream": _IN_ONE_PIECE,
+        "stream_state": _IN_ONE_PIECE,
+    }
+
+    model: str = ""
+    generate_response: Generated = Generated()
+    prompt_tokens: Int64 | None = None
+    prompt_token_ids: list[Int64] | None = None
+    chat_request: dict[str, Any] | None = None
+
+
+class DerenderTextBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`/v1/completions/derender`."""
+
+    REFUSED: ClassVar = DerenderChatBody.REFUSED
+
+    model: str = ""
+    generate_responses: list[Generated] = []
+    prompt_tokens: list[Int64 | None] | None = None
+    prompt_token_ids: list[list[Int64] | None] | None = None
+    completion_request: dict[str, Any] | None = None
 
 
 BODIES: dict[CallName, type[msgspec.Struct]] = {

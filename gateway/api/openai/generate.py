@@ -23,10 +23,11 @@ from ...server.http import (
 from ...serving.begun_calls import Attach, BegunCalls, Found, keyed, last_event_id
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
-from ...serving.prepared import about_tools, check_request, prepare, truncated
+from ...serving.prepared import Prepared, about_tools, check_request, prepare, truncated
 from ...serving.services import Services
 from ...serving.submissions import Take
 from .answers import Answer, ChoicesWriter
+from .bodies import ChatBody
 from .errors import as_openai
 from .messages import conversation_of, tool_use
 from .positions import Position, answer_of, read_position
@@ -57,6 +58,40 @@ class _RunningChoices(NamedTuple):
     attach: Attach
 
 
+async def prepared_chat(
+    call: Call, services: Services, wanted: ChoicesCall, fields: ChatBody
+) -> Prepared:
+    """Prepare a chat; as `prepare`."""
+    budget_param, budget = fields.budget
+    return await prepare(
+        call,
+        services,
+        conversation_of(fields),
+        tool_use(fields),
+        wanted.sampling,
+        reasoning_budget=budget,
+        budget_param=budget_param,
+        separates_reasoning=fields.separate_reasoning,
+    )
+
+
+async def prompts_cut(
+    services: Services, wanted: ChoicesCall, prompts: list[Prompt]
+) -> list[Prompt]:
+    """Return the prompts of a call, with as many tokens as it wants."""
+    if (most := wanted.truncation) is None:
+        return prompts
+    cut = partial(
+        truncated,
+        services,
+        most=most,
+        max_tokens=wanted.sampling.max_tokens,
+        side=wanted.truncation_side,
+        add_special=wanted.add_special_tokens,
+    )
+    return [await cut(each) for each in prompts]
+
+
 class GenerationCalls:
     """The endpoints."""
 
@@ -77,17 +112,7 @@ class GenerationCalls:
         if asked.key is None:
             # Errors of the conversation would otherwise come first.
             await services.served.check(fields.model, call.caller)
-        budget_param, budget = fields.budget
-        prepared = await prepare(
-            call,
-            services,
-            conversation_of(fields),
-            tool_use(fields),
-            wanted.sampling,
-            reasoning_budget=budget,
-            budget_param=budget_param,
-            separates_reasoning=fields.separate_reasoning,
-        )
+        prepared = await prepared_chat(call, services, wanted, fields)
         wanted = msgspec.structs.replace(
             wanted, sampling=prepared.sampling, reading=prepared.reading
         )
@@ -130,20 +155,12 @@ class GenerationCalls:
     ) -> Response:
         services, (call, _, key) = self._services, asked
         call.begin(wanted.fields.budget_ms, wanted.fields.model)
-        if (most := wanted.truncation) is not None:
+        if wanted.truncation is not None:
             if images:
                 raise field_error(
                     "truncate_prompt_tokens", "could cut an image; leave it out, or the images"
                 )
-            cut = partial(
-                truncated,
-                services,
-                most=most,
-                max_tokens=wanted.sampling.max_tokens,
-                side=wanted.truncation_side,
-                add_special=wanted.add_special_tokens,
-            )
-            prompts = [await cut(each) for each in prompts]
+            prompts = await prompts_cut(services, wanted, prompts)
         record = await self._record(wanted, prompts, images, call.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(call.caller, record.request(0))

@@ -51,6 +51,11 @@ def no_time() -> int:
     return 0
 
 
+def never() -> bool:
+    """Return False: of a call that is not known to be cut off."""
+    return False
+
+
 def no_limit(more_bytes: int) -> None:
     """Count nothing."""
 
@@ -171,6 +176,8 @@ class Call:
         fetch: Reads its body from the connection. Raises `ClientLeft`, and RequestError
             (request_too_large) before more than so many bytes are in memory.
         cancelled: Returns once its client has left.
+        may_return: Returns whether the connection of a client that has left was cut, so that it may
+            come back to a durable call.
     """
 
     id: str = ""
@@ -198,6 +205,7 @@ class Call:
     hold: Callable[[int], None] = no_limit
     fetch: Callable[[int], Awaitable[bytes]] = no_body
     cancelled: Callable[[], Awaitable[None]] = anyio.sleep_forever
+    may_return: Callable[[], bool] = never
 
     async def read(self, max_bytes: int) -> bytes:
         """Return the body, once; see `fetch`."""

@@ -34,7 +34,7 @@ from ...config import FieldError as FieldError
 from ...config import field_error as field_error
 from ...config.logger import get_logger
 from ...telemetry import now_ns
-from ..call import CLIENT_LEFT, Account, Call, ClientLeft, no_time
+from ..call import CLIENT_LEFT, Account, Call, ClientLeft, never, no_time
 
 T = TypeVar("T")
 
@@ -53,6 +53,9 @@ _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 # Keys of a scope's state.
 ARRIVED, UNREAD = "arrived_ns", "unread_ns"
 """When a call's head came, before it waited for a round; for how long its client has not read."""
+
+MAY_RETURN = "may_return"
+"""As of a `Call`; of a connection that can be told to be cut."""
 
 NAMED_MODEL = "named_model"
 """The model's name in a call's address."""
@@ -234,6 +237,7 @@ def call_of(scope: Scope, receive: Receive | None = None) -> Call:
             named_model=state.get(NAMED_MODEL, ""),
             at_ns=arrived_ns or now_ns(),
             account=Account(arrived_ns=arrived_ns, unread_ns=state.get(UNREAD, no_time)),
+            may_return=state.get(MAY_RETURN, never),
         )
         identify(call)
     if receive is not None:

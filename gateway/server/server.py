@@ -46,7 +46,8 @@ class HttpServer(uvicorn.Server):
     Attributes:
         connections: The open connections.
         calls: The observed calls.
-        entrance: The outermost ASGI layer: `calls`, or a layer of the application around them.
+        entrance: The outermost ASGI layer: WebSockets, around `calls` or a layer of the application
+            around them.
         most: The most connections and requests.
         limits: The limits of requests and bytes, shared with gRPC.
         certificates: None without TLS.

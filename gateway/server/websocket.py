@@ -9,6 +9,7 @@ an endpoint answers with `Upgrade`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...telemetry import now_ns
-from .http import ARRIVED, UNREAD, Response
+from .http import ARRIVED, MAY_RETURN, UNREAD, Response
 
 UPGRADE = "upgrade"
 """Key of a scope's state: takes the server of an accepted connection."""
@@ -84,7 +85,6 @@ class InnerCall:
     path: str
     query: bytes = b""
     body_sent: bytes = b""
-    headers: tuple[tuple[bytes, bytes], ...] = ()
     on_event: OnEvent | None = None
     status: int = 0
     response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -141,13 +141,25 @@ class Socket:
         return data if text is None else text
 
     async def send(self, text: str) -> None:
-        """Send a message, when the client has read enough of those before."""
-        await self._send({"type": "websocket.send", "text": text})
+        """Send a message, when the client has read enough of those before.
+
+        To a client that has gone nothing is sent; `receive` returns None.
+        """
+        with suppress(OSError):  # uvicorn's ClientDisconnected
+            await self._send({"type": "websocket.send", "text": text})
 
     def working(self, working: bool) -> None:
         """Set whether a call is in flight; a connection without one may be replaced."""
         if self._working is not None:
             self._working(working)
+
+    @property
+    def left(self) -> bool:
+        """Whether the client has closed the connection, which was not cut."""
+        return self.close_code in (NORMAL_CLOSURE, GOING_AWAY)
+
+    def _is_cut(self) -> bool:
+        return self.close_code is not None and not self.left
 
     async def call(self, inner: InnerCall, upgrade: list[Any] | None = None) -> InnerCall:
         """Run a call through all layers."""
@@ -159,7 +171,7 @@ class Socket:
                 (b"content-length", str(len(inner.body_sent)).encode()),
             ]
         state = {key: value for key, value in scope["state"].items() if key != UNREAD}
-        state[ARRIVED] = now_ns()
+        state |= {ARRIVED: now_ns(), MAY_RETURN: self._is_cut}
         if upgrade is not None:
             state[UPGRADE] = upgrade
         await self._app(
@@ -175,7 +187,7 @@ class Socket:
                 "path": inner.path,
                 "raw_path": inner.path.encode(),
                 "query_string": inner.query,
-                "headers": headers + list(inner.headers),
+                "headers": headers,
                 "state": state,
             },
             inner.receive,

@@ -46,7 +46,8 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             restarts = error.code == "shutting_down"
             self.conn.send_close(_SERVICE_RESTART if restarts else _TRY_AGAIN_LATER, error.code)
             self.transport.write(b"".join(self.conn.data_to_send()))
-            self.close_sent = True
+            # From now on nothing is sent.
+            self.close_sent = self.disconnected = True
             self.transport.close()
             return
         self.transport.abort()

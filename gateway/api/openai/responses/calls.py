@@ -387,9 +387,13 @@ class ResponseCalls:
                 async with attach() as attachment:
                     with about_tools(record.reading):
                         unsent = SampleChunks(events.add)
-                        completion = await stream_unsent(
-                            submissions, call, asked, unsent, attachment
-                        )
+                        try:
+                            completion = await stream_unsent(
+                                submissions, call, asked, unsent, attachment
+                            )
+                        finally:
+                            if attachment is not None and call.may_return():
+                                attachment.resumable = True
             except NanoInferenceError as error:
                 failure = as_response_error(error, record.id)
                 has_ended = (

@@ -13,9 +13,9 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from .....config import NanoInferenceError, RequestError, shown
-from ....call import Call
+from ....call import CLIENT_LEFT, Call
 from ....server.http import Response, decode_object, error_body, field_error, status_of, task_group
-from ....server.websocket import GOING_AWAY, NORMAL_CLOSURE, InnerCall, Socket, Upgrade
+from ....server.websocket import InnerCall, Socket, Upgrade
 from ....serving.fields import read_part
 from .requests import ID_PREFIX
 
@@ -75,13 +75,9 @@ class ResponseSocket:
                 await self._take(text)
             except NanoInferenceError as error:
                 await self._send_error(status_of(error), error_body(error)["error"])
-        running = self._running
-        if running is None:
-            return
-        if self._socket.close_code in (NORMAL_CLOSURE, GOING_AWAY):
-            # The client has left; after a cut it may come back.
-            await self._cancel()
-        running.left.set()
+        if self._running is not None:
+            # It ends, unless the connection was cut and its client may come back.
+            self._running.left.set()
 
     async def _take(self, text: str | bytes) -> None:
         if isinstance(text, bytes):
@@ -136,15 +132,8 @@ class ResponseSocket:
         if not generate:
             await self._warm_up(fields, items)
             return
-        headers: list[tuple[bytes, bytes]] = []
-        if stored:
-            # As with any key, the response goes on for a while after a cut.
-            headers.append((b"idempotency-key", f"ws-{uuid.uuid4().hex}".encode()))
         body = msgspec.json.encode(fields | {"stream": True})
-        path = self._socket.path
-        self._begin(
-            InnerCall("POST", path, body_sent=body, headers=tuple(headers)), items, stored=stored
-        )
+        self._begin(InnerCall("POST", self._socket.path, body_sent=body), items, stored=stored)
 
     def _begin(self, inner: InnerCall, items: list[Message], *, stored: bool) -> None:
         self._running, self._response_id = inner, ""
@@ -167,7 +156,12 @@ class ResponseSocket:
             await self._socket.call(inner)
         finally:
             self._end(inner)
-        if inner.status >= 400 and self._socket.close_code is None:
+        if self._socket.close_code is not None:
+            return
+        if inner.left.is_set():
+            error = RequestError("the response was cancelled before it began", code="cancelled")
+            await self._send_error(CLIENT_LEFT, error_body(error)["error"])
+        elif inner.status >= 400:
             await self._send_error(inner.status, msgspec.json.decode(inner.body)["error"])
 
     def _end(self, inner: InnerCall) -> None:
@@ -183,7 +177,7 @@ class ResponseSocket:
             prefix = self._socket.path.removesuffix("/v1/responses")
             await self._socket.call(InnerCall("POST", f"{prefix}/abort_request", body_sent=body))
         elif self._running is not None:
-            # It has not begun, and nothing of it was sent.
+            # It waits for its place, or is being checked; it has no id yet.
             self._running.left.set()
 
     async def _warm_up(self, fields: Message, items: list[Message]) -> None:

@@ -331,7 +331,7 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
     """Return the turns of items that `items_of` has read.
 
     Reasoning, text and calls of the model that follow each other are one turn of the assistant,
-    as far as they could have been written so.
+    as far as they could have been written so, in whatever order.
     """
     turns: list[Turn] = []
     # The assistant's turn so far.
@@ -375,7 +375,9 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
                 end_turn()
                 turns.append({"role": "assistant", "content": item["summary"]})
             case _ if item["role"] == "assistant":
-                end_turn_if_begun()
+                # LiteLLM puts the text of a turn after its calls, before their results.
+                if not calls or "content" in spoken:
+                    end_turn_if_begun()
                 # Its own reasoning has precedence.
                 spoken |= message_of(item)
             case _:

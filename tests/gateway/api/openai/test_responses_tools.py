@@ -11,6 +11,7 @@ import pytest
 
 from nano_inference.bus.public import CompletionSample
 from nano_inference.config import Config, load_config
+from nano_inference.gateway.api.openai.responses.items import turns_of
 from nano_inference.gateway.api.openai.responses.requests import ResponseRecord
 from nano_inference.gateway.serving import tokenizer
 from nano_inference.gateway.serving.begun_calls import decode_record
@@ -312,3 +313,15 @@ async def test_an_unconstrained_output_has_no_grammar(http: Client, model: Model
         assert model.constraint is None
     told = [model.prompt(place).count("weather") for place in range(4)]
     assert told == [1, 0, 0, 1]
+
+
+def test_text_between_calls_and_their_results_is_of_the_calls_turn() -> None:
+    """LiteLLM's proxy puts it there."""
+    call = {"call_id": "c", "name": "f", "arguments": {}}
+    text = {"type": "message", "role": "assistant", "content": "T"}
+    reasoning = {"type": "reasoning", "content": [{"text": "R"}], "summary": []}
+    output = {"type": "function_call_output", "call_id": "c", "output": "O"}
+    first, result = turns_of([reasoning, {"type": "function_call", **call}, text, output])
+    assert (first["reasoning_content"], first["content"]) == ("R", "T")
+    assert [each["function"]["name"] for each in first["tool_calls"]] == ["f"]
+    assert result["role"] == "tool"

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from harness import options, print_table, progress, record, refuse_unknown, rotated
 
+from nano_inference.stages.executor.runner.kernels.codes import PANEL, Codes
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind
-from nano_inference.stages.executor.runner.linear.codes import PANEL, Codes
-from nano_inference.stages.executor.runner.linear.method import Packed
+from nano_inference.stages.executor.runner.kernels.packed import Packed
 
 PRODUCTS: dict[str, tuple[int, tuple[int, ...], LinearKind]] = {
     "qkv": (896, (896, 128, 128), LinearKind.PLAIN),

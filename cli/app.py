@@ -22,6 +22,7 @@ from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
 from .embed import embed, score
+from .launch import launch
 from .options import option
 from .pull import pull
 from .quantize import quantize
@@ -60,6 +61,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "complete": complete,
         "cancel": cancel,
         "models": models.app,
+        "launch": launch,
     },
     "Use a running pipeline": {
         "submit": submit,

@@ -226,7 +226,11 @@ def check_codes(model: str) -> Finding:
     import torch
 
     from ..stages.executor.runner.kernels.compile import KernelsUnavailable
-    from ..stages.executor.runner.quantized_sizes import codes_instructions, sizes_of, stored_format
+    from ..stages.executor.runner.quantize.sizes import (
+        codes_instructions,
+        sizes_of,
+        stored_format,
+    )
 
     try:
         found = f"int8 and int4 weights by {codes_instructions(torch.bfloat16)}"

@@ -17,7 +17,7 @@ from .pull import partial_folder
 from .terminal import complain, print_json, print_table, said_lines, stderr, stdout, waiting
 
 if TYPE_CHECKING:
-    from ..stages.executor.runner.quantized_folder import LayerReport, Plan, Wanted
+    from ..stages.executor.runner.quantize.folder import LayerReport, Plan, Wanted
 
 _GROUPS = (32, 64, 128)
 _SHOWN_LAYERS = 10
@@ -76,7 +76,7 @@ def quantize(
     _check_target(folder, target)
     with waiting("loading code"):
         from ..stages.executor.runner.linear.rounding import Rounding
-        from ..stages.executor.runner.quantized_folder import Wanted, plan_folder
+        from ..stages.executor.runner.quantize.folder import Wanted, plan_folder
     rounding = Rounding(bits, group, zero_points)
     wanted = Wanted(rounding, tuple(ignore or ()), 8 if activation_bits == 8 else 16)
     plan = plan_folder(folder, wanted)
@@ -144,7 +144,7 @@ def _check_target(folder: Path, target: Path) -> None:
 
 
 def _write(plan: Plan, target: Path, partial: Path) -> list[LayerReport]:
-    from ..stages.executor.runner.quantized_folder import write_folder
+    from ..stages.executor.runner.quantize.folder import write_folder
 
     new = partial / "new"
     shutil.rmtree(new, ignore_errors=True)  # of a command that was killed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
+
 from .base import NonNegativeInt, Port, PositiveInt, Range, Seconds, Section
 
 UnknownFields = Literal["refuse", "ignore"]
@@ -55,6 +57,13 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
         unknown_fields: Whether a field of a body that nothing here reads, by any name, is an error
             ("refuse") or left out ("ignore"). Within messages, tools and metadata it is always left
             out. The header `X-Ignored-Fields` names what was left out (docs/compatibility.md).
+        billing_lines: Whether a conversation's first lines are left out ("drop") or shown to the
+            model ("keep") if they are for Anthropic's billing (`x-anthropic-billing-header: …`,
+            from Claude Code). They change from call to call, and nothing after them would be found
+            in the prefix cache.
+        model_aliases: Names of models, and the names under which they are served. One `*` in a
+            name stands for any text: `{"claude-*": "tiny"}`. A model's own name counts first, then
+            the alias without `*`, then that with most other characters.
         template_timeout_s: CPU time limit of the chat template for one conversation.
         allowed_hosts: Host names of the gateway, without a port, besides addresses, "localhost",
             `host` and the machine's name.
@@ -111,6 +120,8 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     message_format: str = "auto"
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
     unknown_fields: UnknownFields = "refuse"
+    billing_lines: Literal["drop", "keep"] = "drop"
+    model_aliases: dict[str, str] = msgspec.field(default_factory=dict)
     template_timeout_s: Seconds = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ FIRST = "\n## "
 NAMES = {
     "openai": "[OpenAI's interface](openai.md), with vLLM's additions",
     "anthropic": "[Anthropic's interface](anthropic.md)",
+    "ollama": "[Ollama's interface](ollama.md)",
     "sglang": "[SGLang's interface](gateway.md)",
     "kserve": "[KServe V2](kserve.md)",
 }

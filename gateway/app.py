@@ -17,7 +17,7 @@ from ..config import Config, GatewayConfig, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..store.calls import DurableCall
 from ..telemetry import instruments
-from .api import anthropic
+from .api import anthropic, ollama
 from .api.kserve import http as kserve_http
 from .api.kserve.http import kserve_routes
 from .api.kserve.regions import TenantRegions
@@ -40,6 +40,7 @@ from .server.measures import Measures
 from .serving.chain import PolicyChain
 from .serving.durable_calls import DurableCalls, watch_orphans
 from .serving.lane_state import Readiness
+from .serving.model_names import check_aliases
 from .serving.request_log import RequestLog
 from .serving.services import ChainOf, Services
 
@@ -55,6 +56,7 @@ class Interfaces(Services):
         kserve: The models and services of KServe V2.
         info: OpenAI's endpoints about the model.
         responses: OpenAI's responses.
+        ollama: Ollama's endpoints about the model.
         routes: Routes of all interfaces, without those of the gateway as a whole.
     """
 
@@ -65,11 +67,13 @@ class Interfaces(Services):
         self.kserve = KServe(open_service(self), regions, self.readiness)
         self.info = ModelInfoCalls(self)
         self.responses = ResponseCalls(self)
+        self.ollama = ollama.ModelCalls(self, self.info.cards)
         self.routes: list[PolicyRoute] = [
             *anthropic.model_routes(self.info.cards, self.info.card_of),
             *sglang_routes(self),
             *openai_routes(self, self.info, self.responses),
             *anthropic.anthropic_routes(self),
+            *ollama.ollama_routes(self, self.ollama),
             *kserve_routes(self.kserve, self.config.gateway),
             PolicyRoute("POST /v1/replay/{id:path}", "generate", ReplayCalls(self).replay),
         ]
@@ -114,6 +118,8 @@ class Application(Starlette):
             return anthropic.respond(call, error)
         if kserve_http.is_called(call):
             return kserve_http.respond(call, error)
+        if ollama.is_called(call):
+            return ollama.respond(call, error)
         return error_response(error)
 
 
@@ -199,9 +205,13 @@ def make_app(
         readiness: Whether the gateway takes requests; None for that of the engine.
 
     Raises:
-        ConfigError: The policy's settings or `gateway.message_format` are invalid.
+        ConfigError: The policy's settings, `gateway.message_format` or `gateway.model_aliases` are
+            invalid.
     """
     measures, readiness = measures or Measures(), readiness or Readiness(client.deployment)
+    engine = config.engine
+    served = {engine.model_name, *engine.model_aliases, *engine.adapters}
+    check_aliases(config.gateway.model_aliases, served)
     policy = Policy(client, config, measures)
     log, regions = log_of(config, measures), TenantRegions(config.gateway)
     model = Interfaces(client, config, policy.chain_of, measures, readiness, log, regions)

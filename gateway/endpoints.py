@@ -35,9 +35,9 @@ MODEL_PATH = f"{MODELS_PATH}/{{model:path}}"
 
 _ROOT = (
     f"nano-inference {metadata.version('nano-inference')}, an LLM inference server: OpenAI's "
-    "interface is at /v1 (/v1/models lists the models), the console at /console/, metrics are at "
-    "/metrics, readiness is at /readyz; the documentation is in docs/ of its repository, all "
-    "endpoints in docs/gateway.md\n"
+    "interface is at /v1 (/v1/models lists the models), Ollama's at /api, the console at "
+    "/console/, metrics are at /metrics, readiness is at /readyz; the documentation is in docs/ of "
+    "its repository, all endpoints in docs/gateway.md\n"
 )
 
 

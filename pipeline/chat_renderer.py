@@ -17,6 +17,7 @@ from ..text.conversation import Turn, arguments_of, check_results, render_conver
 from ..text.detokenizer import Detokenizer, TokenPieces
 from ..text.images import ImageProcessor
 from ..text.model_folder import folder_of
+from ..text.model_format import format_of
 from ..text.tokenizer import encode, load_tokenizer, special_token_ids, stop_token_ids_of
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class ChatRenderer:
         """
         folder = folder_of(EngineConfig(model_path=model_path).model_folder)
         self._tokenizer: PreTrainedTokenizerFast = load_tokenizer(folder)
-        self._format = chat.format_of(self._tokenizer, folder, message_format)
+        self._format = format_of(self._tokenizer, folder, message_format)
         self._stop_token_ids = stop_token_ids_of(folder, self._tokenizer)
         self._images: ImageProcessor | None = None
         # Without a usable one the model serves texts.

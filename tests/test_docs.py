@@ -19,7 +19,6 @@ from nano_inference import Pipeline, SamplingParams, load_config
 from nano_inference.config import DEFAULT_URL
 from nano_inference.config.sampling import RANGES
 from nano_inference.text.messages import MessageReader, Reading, Tool, find_format
-from nano_inference.text.messages.message_format import known_formats
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,6 +66,13 @@ async def test_python_code_runs(where: str, code: str, bus_url: str) -> None:
 def test_settings_page_has_the_settings_docstrings() -> None:
     """`python docs/write_settings.py` writes the page."""
     writer = runpy.run_path(str(ROOT / "docs" / "write_settings.py"))
+    assert writer["page"]() == writer["PAGE"].read_text()
+
+
+def test_page_of_tools_has_each_message_format() -> None:
+    """With its models, whether its calls are enforced, and its mark of reasoning; `python
+    docs/write_formats.py` writes the table."""
+    writer = runpy.run_path(str(ROOT / "docs" / "write_formats.py"))
     assert writer["page"]() == writer["PAGE"].read_text()
 
 
@@ -138,15 +144,6 @@ def codes_in(tree: ast.AST) -> set[str]:
         for node in found
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-
-
-def test_message_formats_are_all_listed() -> None:
-    """With whether their calls are enforced, and whether they have reasoning."""
-    text = (ROOT / "docs" / "tools.md").read_text()
-    rows = re.findall(r"^\| `([\w.-]+)` \| .+ \| (yes|no) \| (.*)\|$", text, re.M)
-    listed = {(name, calls == "yes", bool(reasoning)) for name, calls, reasoning in rows}
-    known = {(form.name, bool(form.calls), bool(form.reasoning)) for form in known_formats()}
-    assert listed == known
 
 
 def test_the_message_format_in_the_docs_is_one(tmp_path: Path) -> None:

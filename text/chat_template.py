@@ -76,16 +76,18 @@ def render(
     Raises:
         RequestError: no_chat_template, invalid_messages, chat_template_failed.
     """
-    found = run(
-        {
-            "template": template_of(tokenizer, tools),
-            "messages": [dict(message) for message in messages],
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "variables": {**tokenizer.special_tokens_map, **(variables or {})},
-        }
-    )
+    call = {
+        "template": template_of(tokenizer, tools),
+        "messages": [dict(message) for message in messages],
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "variables": {**tokenizer.special_tokens_map, **(variables or {})},
+    }
+    found = run(call)
+    if tools is None and "NoneType" in found.get("refused", ""):
+        # Some templates of models that call tools loop over them without a look.
+        found = run(call | {"tools": []})
     if "text" in found:
         return str(found["text"])
     if "refused" in found:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -85,8 +86,7 @@ def render_conversation(
             "that was trained to call them",
             code="unsupported",
         )
-    read = as_read_by(template, turns, placeholder)
-    rendered = partial(
+    render_turns = partial(
         render,
         tokenizer,
         tools=known,
@@ -95,13 +95,13 @@ def render_conversation(
         variables=variables,
         run=run,
     )
-    try:
-        text = rendered(read)
-    except RequestError as error:
-        alternating = joined_turns(read)
-        if error.code != "invalid_messages" or len(alternating) == len(read):
-            raise
-        text = rendered(alternating)
+    ids = form.call_ids if form else ""
+
+    def render_in(shape: Iterable[Turn]) -> str:
+        read = as_read_by(template, shape, placeholder)
+        return render_turns(with_call_ids(read, ids) if ids else read)
+
+    text = _in_a_form_that_is_taken(list(turns), render_in)
     begun = add_generation_prompt or continue_final_message
     return RenderedConversation(text, opening_of(form, text) if form and begun else "")
 
@@ -219,20 +219,147 @@ def as_read_by(template: str, turns: Iterable[Turn], placeholder: str | None) ->
     return found
 
 
+# --- conversations that templates refuse ----------------------------------------------------------
+
+_INSTRUCTIONS = ("system", "developer")
+
+
+def _in_a_form_that_is_taken(turns: list[Turn], render_turns: Callable[[list[Turn]], str]) -> str:
+    """Return a rendered conversation, in the first form in which the template renders all of it.
+
+    Many templates read a system message at the beginning only, or none: they refuse others, or
+    leave them out. Many refuse two messages of one role in a row.
+
+    Raises:
+        RequestError: As `render`, of the conversation as it came.
+    """
+    later = [text_of(turn).strip() for turn in turns[1:] if turn["role"] in _INSTRUCTIONS]
+    refusal: RequestError | None = None
+    texts: list[str] = []
+    tried: list[Turn] = []
+    for form in _forms(turns):
+        if form == tried:
+            continue
+        tried = form
+        try:
+            texts.append(render_turns(form))
+        except RequestError as error:
+            refusal = refusal or error
+            # A template that takes its whole time is not run again and again.
+            if error.code != "invalid_messages":
+                break
+            continue
+        if all(each in texts[-1] for each in later):
+            return texts[-1]
+    if refusal is not None and not texts:
+        raise refusal
+    # A template that changes texts.
+    return texts[:2][-1]
+
+
+def _forms(turns: list[Turn]) -> Iterator[list[Turn]]:
+    """Return a conversation as it is, then in forms for templates that refuse that."""
+    yield turns
+    turns = with_instructions_inside(turns)
+    yield turns
+    yield joined_turns(turns)
+    yield joined_turns(
+        [turn | {"role": "user"} if turn["role"] in _INSTRUCTIONS else turn for turn in turns]
+    )
+
+
 def joined_turns(turns: Sequence[Turn]) -> list[Turn]:
     """Return messages of which those of one role that follow each other are one, with an empty line
     between their texts. Calls and their results stay apart."""
     found: list[Turn] = []
     for turn in turns:
         last = found[-1] if found else {}
-        if all(each.keys() == {"role", "content"} for each in (last, turn)) and (
-            last["role"] == turn["role"] and type(last["content"]) is type(turn["content"])
-        ):
-            between: Any = "\n\n" if isinstance(turn["content"], str) else []
-            found[-1] = last | {"content": last["content"] + between + turn["content"]}
+        plain = all(each.keys() == {"role", "content"} for each in (last, turn))
+        if plain and last["role"] == turn["role"]:
+            found[-1] = last | {"content": _joined(last["content"], turn["content"])}
         else:
             found.append(turn)
     return found
+
+
+def with_call_ids(turns: Iterable[Turn], syntax: str) -> list[Turn]:
+    """Return messages whose calls have ids as the model writes them: its own stay, others are made
+    of the name and the number of the call.
+
+    Args:
+        syntax: As in `MessageFormat.call_ids`.
+    """
+    found, ids, numbers = list[Turn](), dict[Any, str](), count()
+    for turn in turns:
+        if calls := turn.get("tool_calls"):
+            made = [
+                call | {"id": _own_id(call.get("id"), call["function"]["name"], number, syntax)}
+                for call, number in zip(calls, numbers, strict=False)
+            ]
+            ids = {call.get("id"): own["id"] for call, own in zip(calls, made, strict=True)}
+            found.append(turn | {"tool_calls": made})
+        elif turn.get("tool_call_id") in ids:
+            found.append(turn | {"tool_call_id": ids[turn["tool_call_id"]]})
+        else:
+            found.append(turn)
+    return found
+
+
+def _own_id(given: Any, name: str, number: int, syntax: str) -> str:
+    own = syntax.replace("{name}", name)
+    pattern = re.escape(own).replace(re.escape("{number}"), "[0-9]+")
+    if isinstance(given, str) and re.fullmatch(pattern, given) is not None:
+        return given
+    return own.replace("{number}", str(number))
+
+
+def text_of(turn: Turn) -> str:
+    """Return the text of a turn, as one of the template's."""
+    content = turn.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def with_instructions_inside(turns: Sequence[Turn]) -> list[Turn]:
+    """Return turns with at most one system message, the first one.
+
+    Those at the beginning are joined. A later one stands at the end of the message of the user, or
+    of the tool's result, before it, in the tags that models know from agents' reminders; after one
+    of the assistant it stands before the user's next message.
+    """
+    found: list[Turn] = []
+    began = False  # whether the last turn of the user holds instructions alone
+    for turn in turns:
+        last = found[-1] if found else None
+        if turn["role"] not in _INSTRUCTIONS:
+            if began and last is not None and turn["role"] == "user":
+                last["content"] = _joined(last["content"], turn.get("content") or "")
+            else:
+                found.append(dict(turn))
+            began = False
+        elif last is None:
+            found.append(dict(turn))
+        elif last["role"] in _INSTRUCTIONS:
+            last["content"] = _joined(last["content"], text_of(turn))
+        else:
+            note = f"<system-reminder>\n{text_of(turn)}\n</system-reminder>"
+            if last["role"] == "assistant":
+                found.append({"role": "user", "content": note})
+                began = True
+            else:
+                last["content"] = _joined(last.get("content") or "", note)
+    return found
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}" if first else second
+    parts = [
+        [{"type": "text", "text": each}] if isinstance(each, str) else [*each]
+        for each in (first, second)
+    ]
+    return [*parts[0], *parts[1]]
 
 
 def _short_ids(turn: Turn) -> Turn:

@@ -27,9 +27,10 @@ from ..policy.policy import Policy
 from ..server.http import EngineError
 from ..server.measures import Measures
 from ..serving.lane_state import Readiness
+from ..serving.model_names import check_aliases
 from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
 from .models import ModelApp, Models
-from .routes import ModelControl, deployment_routes
+from .routes import ModelControl, OllamaModels, deployment_routes
 
 _BY_ID = ("/v1/streams/{", "/v1/responses/{")
 
@@ -44,10 +45,14 @@ class DeploymentApp(GatewayApp):
             ConfigError: As `make_app`.
         """
         self._config, self._measures = config, measures or Measures()
-        self.models = models = Models(client, config.models)
+        aliases = config.gateway.model_aliases
+        # Without models in the settings, the registry alone has them.
+        check_aliases(aliases, {name for spec in config.models for name in spec.names})
+        self.models = models = Models(client, config.models, aliases)
         readiness = Readiness(models)
         policy = Policy(client, config, self._measures, models.clients)
         control = ModelControl(client, policy.audit)
+        self._ollama = OllamaModels(models, control)
         service = InferenceService(metrics=self._measures.metrics)
         kserve = KServe(service, TenantRegions(config.gateway), readiness, control)
         limit = config.gateway.max_body_bytes
@@ -57,7 +62,7 @@ class DeploymentApp(GatewayApp):
             self._measures,
             log_of(config, self._measures),
             [
-                *deployment_routes(client, models, control, readiness, limit),
+                *deployment_routes(client, models, control, self._ollama, readiness, limit),
                 *_dispatched(client, config, policy, models),
                 *kserve_routes(kserve, config.gateway),
             ],
@@ -91,6 +96,7 @@ class DeploymentApp(GatewayApp):
         chain_of, log = self.policy.chain_of, self.request_log
         own = Interfaces(client, config, chain_of, self._measures, readiness, log, regions)
         own.kserve.service.statistics = self.kserve.service.statistics
+        own.ollama.manager = self._ollama
         own.responses.conversation_of = partial(_conversation, self.models, own)
         routes = [*probe_routes(readiness), *own.routes]
         app = Application(routes, own.chain, self._measures, config.gateway)

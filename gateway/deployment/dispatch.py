@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...config import NanoInferenceError
+from ..api import ollama
 from ..call import Call
 from ..caller import check_allowed
 from ..server.http import NAMED_MODEL, Response, call_of, decode_object
@@ -22,10 +23,12 @@ ABORT = "/abort_request"
 _WITHOUT_LANES = (
     "/v1/streams/",
     "/v1/responses/",
+    "/v1/conversations",
     "/v1/models",
     "/v2",
     "/version",
     "/tokenizer_info",
+    *("/api/show", "/api/pull", "/api/delete"),
     ABORT,
 )
 """Path prefixes of calls that a model answers even when it isn't loaded."""
@@ -72,16 +75,19 @@ def split(path: str, names: Collection[str]) -> tuple[str, str]:
 
 
 class Names(NamedTuple):
-    """The fields of a body that identify its model; "" for a missing one."""
+    """The fields of a body that identify its model; "" for a missing one. `name`: Ollama's older
+    field for `model`."""
 
     model: str = ""
     previous_response_id: str = ""
+    name: str = ""
 
 
 class _Fields(msgspec.Struct):
     # Undecoded, since a value that is no text may be large.
     model: msgspec.Raw = msgspec.Raw(b'""')
     previous_response_id: msgspec.Raw = msgspec.Raw(b'""')
+    name: msgspec.Raw = msgspec.Raw(b'""')
 
 
 class ForwardedResponse(Response):
@@ -132,6 +138,8 @@ class ModelDispatch:
         if call.method not in _WITHOUT_BODY and call.path not in _UNREAD:
             names = names_of(await self._read(call))
         name = names.model or call.query.get("model", "")
+        if ollama.is_called(call):
+            name = ollama.untagged(name or names.name, self._models.names())
         call.named_model = name
         if names.previous_response_id and not name:
             return ForwardedResponse(await self._models.of_call(names.previous_response_id))
@@ -194,7 +202,7 @@ def names_of(body: bytes) -> Names:
         fields = msgspec.json.decode(body, type=_Fields)
     except (ValueError, RecursionError):
         return Names()
-    return Names(_text(fields.model), _text(fields.previous_response_id))
+    return Names(*map(_text, (fields.model, fields.previous_response_id, fields.name)))
 
 
 def _text(raw: msgspec.Raw) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from ..app import Interfaces
 from ..server.http import EngineError, FieldError
 from ..serving.durable_calls import DurableCalls, model_of, not_found
 from ..serving.lane_state import Readiness, Recent
+from ..serving.model_names import alias_of
 
 RETRY_S = 5.0
 """`Retry-After` for a model that is loading."""
@@ -95,10 +96,12 @@ class UnknownModel(FieldError):
 class Models:
     """Creates the application of each model in the registry, and closes those of removed models."""
 
-    def __init__(self, client: BusClient, configured: Sequence[ModelConfig]) -> None:
-        """Args: the client of the deployment, and the models of the settings, which count while
-        the registry is empty."""
-        self._client = client
+    def __init__(
+        self, client: BusClient, configured: Sequence[ModelConfig], aliases: Mapping[str, str]
+    ) -> None:
+        """Args: the client of the deployment, the models of the settings, which count while the
+        registry is empty, and `gateway.model_aliases`."""
+        self._client, self._aliases = client, aliases
         self._configured = {spec.id: ModelRecord(spec=spec) for spec in configured}
         self._apps: dict[str, ModelApp] = {}
         self._retired: list[ModelApp] = []
@@ -234,10 +237,13 @@ class Models:
             await app.aclose()
 
     def _find(self, name: str) -> ModelApp:
+        if name not in self.names():
+            name = alias_of(name, self._aliases) or name
         try:
             model = find_model(name, self._records.values()).id
         except RequestError as error:
-            raise UnknownModel(error.message) from None
+            why = f"{error.message} (or have gateway.model_aliases serve it as another)"
+            raise UnknownModel(why) from None
         if model in self._failed:
             raise EngineError(
                 f"the model {shown(model)} can't be served here: {self._failed[model][1]}",

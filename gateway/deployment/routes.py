@@ -13,7 +13,8 @@ from ...config import ConfigError, ModelConfig, NanoInferenceError, RequestError
 from ...pipeline.client import BusClient
 from ...pipeline.models import ModelStatus
 from ...store.registry import ModelState
-from ..api import anthropic
+from ..api import anthropic, ollama
+from ..api.openai.catalog import models_response
 from ..api.routes import PolicyRoute
 from ..call import Call
 from ..caller import Caller, check_allowed
@@ -87,10 +88,40 @@ class ModelControl:
         return status
 
 
+class OllamaModels:
+    """Lists, loads and unloads models by Ollama's calls, with its names."""
+
+    def __init__(self, models: Models, control: ModelControl) -> None:
+        self._models = models
+        self._control = control
+
+    async def entries(self, caller: Caller) -> list[ollama.Entry]:
+        """Return the entries of all models and adapters that a caller may use."""
+        found = [await app.interfaces.ollama.entries(caller) for app in self._models.apps]
+        return [entry for entries in found for entry in entries]
+
+    async def load(self, call: Call, name: str) -> None:
+        """Load a model, unless it takes requests."""
+        app = await self._find(call, name)
+        if app.trouble():
+            await self._control.load(call, app.id)
+
+    async def unload(self, call: Call, name: str, *, remove: bool = False) -> None:
+        """Unload a model; with `remove` take it out of the deployment."""
+        app = await self._find(call, name)
+        await self._control.unload(call, app.id, remove=remove)
+
+    async def _find(self, call: Call, name: str) -> ModelApp:
+        app = await model_for(self._models, call, ollama.untagged(name, self._models.names()))
+        check_allowed(call.caller, app.id)
+        return app
+
+
 def deployment_routes(
     client: BusClient,
     models: Models,
     control: ModelControl,
+    of_ollama: OllamaModels,
     readiness: Readiness,
     max_body_bytes: int,
 ) -> list[PolicyRoute]:
@@ -112,7 +143,7 @@ def deployment_routes(
         return _with_state(await app.interfaces.info.card(name, caller), app)
 
     async def list_models(call: Call) -> Response:
-        return JsonResponse({"object": "list", "data": await cards(call.caller)})
+        return models_response(call, await cards(call.caller))
 
     async def model(call: Call) -> Response:
         return JsonResponse(await card(call))
@@ -131,6 +162,7 @@ def deployment_routes(
 
     return [
         *anthropic.model_routes(cards, card),
+        *ollama.model_routes(of_ollama, "admin"),
         PolicyRoute("GET /v1/models", "read", list_models),
         PolicyRoute("GET /models", "read", list_models),
         PolicyRoute("GET /v1/models/{model:path}", "read", model),

@@ -75,8 +75,8 @@ _CODES = {
     401: "missing_api_key invalid_api_key",
     403: "insufficient_scope shared_memory_off forbidden_host forbidden_origin",
     404: "unknown_key unknown_tenant model_not_found unknown_model adapter_not_found "
-    "adapter_unloaded stream_not_found not_found unknown_response unknown_region "
-    "unknown_request",
+    "adapter_unloaded stream_not_found not_found unknown_response unknown_conversation "
+    "unknown_item unknown_region unknown_request",
     405: "method_not_allowed",
     408: "request_timeout",
     409: "model_exists adapter_busy adapter_in_use",
@@ -395,6 +395,7 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    _END = b"\n\n"
 
     def __init__(
         self,
@@ -416,7 +417,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.produce = produce
         self._comment_s = comment_s
-        self._comment = comment + b"\n\n"
+        self._comment = comment + self._END
         self.ids = ids
         self.committed = False
 
@@ -438,9 +439,7 @@ class EventStream(Response):
                 sent_at = anyio.current_time()
 
         async def send_event(data: bytes, event_id: str = "", *, name: str = "") -> None:
-            named = f"event: {name}\n".encode() if name else b""
-            named += b"id: %s\n" % event_id.encode() if event_id and self.ids else b""
-            await send_part(named + b"data: " + line_safe(data) + b"\n\n")
+            await send_part(self._head(event_id, name) + line_safe(data) + self._END)
 
         async def comment(every_s: float) -> None:
             while True:
@@ -460,3 +459,20 @@ class EventStream(Response):
                     group.cancel_scope.cancel()
                 await begin()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _head(self, event_id: str, name: str) -> bytes:
+        """Return the lines of an event before its data, and the beginning of the data's."""
+        head = f"event: {name}\n".encode() if name else b""
+        head += b"id: %s\n" % event_id.encode() if event_id and self.ids else b""
+        return head + b"data: "
+
+
+class LineStream(EventStream):
+    """Lines of JSON, without ids and names, until the client disconnects. A comment is a line of
+    JSON, too: readers of such streams know nothing else."""
+
+    media_type = "application/x-ndjson"
+    _END = b"\n"
+
+    def _head(self, event_id: str, name: str) -> bytes:
+        return b""

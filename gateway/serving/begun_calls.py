@@ -49,12 +49,13 @@ _KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}")
 
 
 R = TypeVar("R", bound=DurableRecord)
+S = TypeVar("S", bound=msgspec.Struct)
 
 Attach = Callable[[], AbstractAsyncContextManager[Attachment | None]]
 """Attach to a call while the context is open, if the call is durable."""
 
 
-def decode_record(record: bytes, kind: type[R]) -> R | None:
+def decode_record(record: bytes, kind: type[S]) -> S | None:
     """Decode a record; None for one of another kind, or of an incompatible version."""
     try:
         return msgspec.json.decode(record, type=kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ...text.conversation import Turn as Turn
 from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason
 from ..server.http import FieldError
 from .capacity import Capacity
+from .fields import ignore
 from .images import sources_in, text_in, without_sources
 from .tokenizer import LazyTokenizer, Tokenizer
 
@@ -26,12 +28,14 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         on: Whether to reason; None if the call doesn't say.
+        required: Whether `on` is refused where it is unknown how the model writes its reasoning.
         effort: The effort, in templates' words; None if the call doesn't say.
         on_param: The call's field for `on`.
         effort_param: The call's field for `effort`; may be the same.
     """
 
     on: bool | None = None
+    required: bool = False
     effort: str | None = None
     on_param: str = "reasoning_effort"
     effort_param: str = "reasoning_effort"
@@ -84,14 +88,17 @@ class ChatTemplates:
         self,
         tokenizer: LazyTokenizer,
         max_model_len: Callable[[], Awaitable[int]],
-        timeout_s: float,
+        workers: TemplateWorkers,
         capacity: Capacity,
+        *,
+        drops_billing: bool = True,
     ) -> None:
-        """Args: the tokenizer, the most tokens of a prompt, the time limit, and `AT_ONCE` slots
-        shared by tenants."""
+        """Args: the tokenizer, the most tokens of a prompt, `AT_ONCE` workers, and as many slots
+        shared by tenants; `drops_billing`: whether `gateway.billing_lines` is "drop"."""
         self._tokenizer = tokenizer
+        self._drops_billing = drops_billing
         self._max_model_len = max_model_len
-        self._workers = TemplateWorkers(AT_ONCE, timeout_s)
+        self._workers = workers
         self._capacity = capacity
         self._threads = anyio.CapacityLimiter(AT_ONCE)
 
@@ -111,6 +118,8 @@ class ChatTemplates:
                 prompt_too_long.
             EngineError: overloaded.
         """
+        if self._drops_billing:
+            conversation = without_billing(conversation)
         await self.start()  # while this process loads the tokenizer
         tokenizer, max_model_len = await self._tokenizer.required(), await self._max_model_len()
         form = await self._tokenizer.message_format()
@@ -155,6 +164,31 @@ class ChatTemplates:
         )
 
 
+# --- billing --------------------------------------------------------------------------------------
+
+_BILLING = re.compile(r"(x-anthropic-[a-z0-9-]+):[^\n]*\n*")
+
+
+def without_billing(conversation: Conversation) -> Conversation:
+    """Return a conversation without lines for Anthropic's billing at its beginning.
+
+    They are no instruction, and change from call to call. A program writes them as the first text
+    of its system message, or as a system message of their own.
+    """
+    turns = conversation.turns
+    first = turns[0] if turns else {}
+    content = first.get("content")
+    if first.get("role") != "system" or not isinstance(content, str):
+        return conversation
+    while (line := _BILLING.match(content)) is not None:
+        ignore(line[1])
+        content = content[line.end() :]
+    if content == first["content"]:
+        return conversation
+    kept = [first | {"content": content}] if content else []
+    return msgspec.structs.replace(conversation, turns=[*kept, *turns[1:]])
+
+
 # --- reasoning ----------------------------------------------------------------------------------
 
 
@@ -183,8 +217,7 @@ def reasoning_variables(
         always: Whether the model reasons without a request.
 
     Raises:
-        FieldError: unsupported: the template reads no such variable. invalid_request: `given` has
-            another value.
+        FieldError: `given` has another value.
     """
     if reasoning is None:
         return dict(given)
@@ -194,7 +227,7 @@ def reasoning_variables(
         found = dict.fromkeys((name for name in SWITCHES if name in read), reasoning.on)
     if reasoning.effort is not None and EFFORT in read:
         found[EFFORT] = reasoning.effort
-    _check_obeyed(reasoning, found, always=always or EFFORT in read)
+    _report_without_effect(reasoning, found, always=always or EFFORT in read)
     for name, value in found.items():
         if name in given and given[name] != value:
             param = f"chat_template_kwargs.{name}"
@@ -203,18 +236,15 @@ def reasoning_variables(
     return dict(given) | found
 
 
-def _check_obeyed(reasoning: Reasoning, found: Mapping[str, Any], *, always: bool) -> None:
-    """Refuse what the template can't obey. A model without reasoning obeys a request for none."""
-    if reasoning.effort is not None:
-        same = reasoning.on_param == reasoning.effort_param
-        obeyed = EFFORT in found or (same and (bool(found) or reasoning.on is False))
-        param = reasoning.effort_param
-    else:
-        obeyed = not reasoning.on or bool(found) or always
-        param = reasoning.on_param
-    if not obeyed:
-        raise FieldError(
-            f"{param}: the model's chat template does not read it; leave it out",
-            param=param,
-            code="unsupported",
-        )
+def _report_without_effect(reasoning: Reasoning, found: Mapping[str, Any], *, always: bool) -> None:
+    """Report fields without effect on this template as neutral: the model answers as it can.
+
+    A model without reasoning obeys a request for none; one that always reasons goes on.
+    """
+    if reasoning.on and not (found or always):
+        ignore(reasoning.on_param)
+    if reasoning.on is False and always and not found:
+        ignore(reasoning.on_param)
+    by_switch = reasoning.on_param == reasoning.effort_param and (found or not reasoning.on)
+    if reasoning.effort is not None and EFFORT not in found and not by_switch:
+        ignore(reasoning.effort_param)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from ...config import MAX_INT64, Config, UnknownFields, field_name, nearest, told_of
+from ...config import MAX_INT64, UnknownFields, field_name, nearest, told_of
 from ..call import MOST_IGNORED, Call
 from ..server.http import FieldError, convert
 
@@ -200,12 +200,6 @@ def structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
 def _path(where: str, name: str) -> str:
     between = "." if where and name and not name.startswith("[") else ""
     return f"{where}{between}{name}"
-
-
-def adapter_of(model: str, config: Config) -> str:
-    """Return the adapter that a request's model names; "" for the model itself, by any alias."""
-    own = (config.engine.model_name, *config.engine.model_aliases)
-    return "" if model in own else model
 
 
 def engine_priority(lower_first: int) -> int:

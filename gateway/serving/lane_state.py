@@ -18,6 +18,7 @@ from ...store.loaded_adapter import LoadedAdapter
 from ...text.context_length import longest_context_of
 from ..call import Call
 from ..caller import Caller, check_allowed
+from .model_names import adapter_of
 
 T = TypeVar("T")
 
@@ -153,7 +154,7 @@ class ServedModels:
 
     def __init__(self, client: BusClient, config: Config) -> None:
         self.default = config.engine.model_name
-        self._own = ("", self.default, *config.engine.model_aliases)
+        self._config = config
         self._client = client
         self._reports = Recent(client.deployment.reports, ASKED_EVERY_S)
         self._adapters: tuple[LoadedAdapter, ...] = ()
@@ -194,12 +195,12 @@ class ServedModels:
         Raises:
             RequestError: unknown_model, model_not_found.
         """
-        own = model in self._own
-        check_allowed(caller, self.default if own else model)
-        if own:
+        adapter = adapter_of(model, self._config)
+        check_allowed(caller, adapter or self.default)
+        if not adapter:
             return
-        adapters = [adapter.id for adapter in await self.adapters()]
-        if model not in adapters:
+        adapters = [each.id for each in await self.adapters()]
+        if adapter not in adapters:
             raise unknown_model(model, self.default, *adapters)
 
     @asynccontextmanager
@@ -219,6 +220,7 @@ class ServedModels:
 def unknown_model(model: str, *known: str) -> RequestError:
     """Return the error for an unknown name. `known`: the names that exist."""
     return RequestError(
-        f"there is no model {shown(model)} here; ask for {' or '.join(map(repr, known))}",
+        f"there is no model {shown(model)} here; ask for {' or '.join(map(repr, known))}, or have "
+        "gateway.model_aliases serve it as another",
         code="unknown_model",
     )

@@ -16,6 +16,7 @@ from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
 from ..call import Call
 from ..server.http import FieldError, connected, field_error
 from .chat_templates import Conversation, reasoning_asked
+from .fields import ignore
 from .images import sources_in
 from .services import Services
 
@@ -151,11 +152,14 @@ async def prepare(
     async with connected(call.cancelled):
         form = await tokenizer.message_format()
         reasons = form is not None and form.reads_reasoning
-        reasoning = conversation.reasoning
         if use.usable and (form is None or not form.reads_calls):
             raise _not_known("how this model writes calls", "tools")
-        if separates_reasoning and not reasons and reasoning is not None and reasoning.on:
-            raise _not_known("how this model writes its reasoning", reasoning.on_param)
+        if separates_reasoning:
+            conversation = _with_readable_reasoning(conversation, form)
+        if reasoning_budget is not None and form is not None and not reasons:
+            # None is within any budget.
+            ignore(budget_param)
+            reasoning_budget = None
         if reasoning_budget is not None and (form is None or form.reasoning is None):
             raise _not_known("how this model writes its reasoning", budget_param)
         if sampling.constraint is not None:
@@ -163,7 +167,8 @@ async def prepare(
             check_size(sampling.constraint, services.config.admission.max_constraint_bytes)
         tenant, sources = call.tenant, sources_in(conversation.turns)
         services.images.check(sources, await tokenizer.required())
-        rendered = await services.templates.render(replace(conversation, tools=use.usable), tenant)
+        conversation = replace(conversation, tools=use.usable)
+        rendered = await services.templates.render(conversation, tenant)
         images = await services.images.load(sources, tenant)
         constraint = None
         if use.usable or sampling.constraint is not None or reasoning_budget is not None:
@@ -175,7 +180,7 @@ async def prepare(
                     form,
                     rendered.opening,
                     *asked_for,
-                    reasoning_asked=reasoning_asked(reasoning, conversation.variables),
+                    reasoning_asked=reasoning_asked(conversation.reasoning, conversation.variables),
                 )
             )
         if constraint is not None and sampling.constraint is None:
@@ -196,10 +201,12 @@ async def conversation_tokens(
     """Return the tokens of a conversation as a prompt, with all of its images.
 
     Raises:
-        RequestError: As `ChatTemplates.render`, `Images.load` and `Images.expand`.
+        RequestError: As `ChatTemplates.render`, `Images.load` and `Images.expand`; unsupported: as
+            `prepare` for reasoning.
     """
     sources, tokenizer = sources_in(conversation.turns), await services.tokenizer.required()
     services.images.check(sources, tokenizer)
+    conversation = _with_readable_reasoning(conversation, await services.tokenizer.message_format())
     rendered = await services.templates.render(conversation, tenant)
     images = await services.images.load(sources, tenant)
     return await tokens_of(services, rendered.prompt, images, tenant)
@@ -230,6 +237,23 @@ def about_tools(reading: Reading | None) -> Iterator[None]:
         if error.code != "invalid_constraint" or reading is None or not reading.tools:
             raise
         raise FieldError(error.message, param="tools", code=error.code) from None
+
+
+def _with_readable_reasoning(
+    conversation: Conversation, form: MessageFormat | None
+) -> Conversation:
+    """Return a conversation that turns reasoning on only if it can be separated from the text.
+
+    Raises:
+        FieldError: unsupported: the call requires it, and the model's format is unknown.
+    """
+    reasoning = conversation.reasoning
+    if reasoning is None or not reasoning.on or (form is not None and form.reads_reasoning):
+        return conversation
+    if reasoning.required and form is None:
+        raise _not_known("how this model writes its reasoning", reasoning.on_param)
+    ignore(reasoning.on_param)
+    return replace(conversation, reasoning=None)
 
 
 def _not_known(what: str, param: str) -> FieldError:

@@ -15,6 +15,16 @@ from .fields import Body, RefusedField, convert_part, read_part
 VLLM, SGLANG, ANTHROPIC = names_in("vllm"), names_in("sglang"), names_in("anthropic")
 """The parameters of an interface: its names, each with that of `SamplingParams`."""
 
+_SAME_IN_OLLAMA = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty"),
+)
+OLLAMA = dict(zip(_SAME_IN_OLLAMA, _SAME_IN_OLLAMA, strict=True)) | {
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+"""The same of Ollama's options, which are those of its own samplers."""
+
 _PER_CALL = ("max_tokens", "logprobs", "prompt_logprobs")
 TEXT_SAMPLING = {name: own for name, own in VLLM.items() if own not in _PER_CALL}
 """Those that have one meaning in all of OpenAI's calls; the others are fields of each body."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
 
-from ...config import Config, RequestError
+from ...config import Config, ConfigError, RequestError
 from ...pipeline.client import BusClient
+from ...text.chat_template import TemplateWorkers
 from ...text.messages import find_format
 from ..server.measures import Measures
 from .begun_calls import BodyCalls
@@ -60,7 +61,10 @@ class Services:
         client, config, measures = self.client, self.config, self.measures
         gateway = config.gateway
         find_format(gateway.message_format, None, "", "")
-        self.tokenizer = LazyTokenizer(config.engine.model_folder, gateway.message_format)
+        workers = TemplateWorkers(AT_ONCE, gateway.template_timeout_s)
+        self.tokenizer = LazyTokenizer(
+            config.engine.model_folder, gateway.message_format, workers.run
+        )
         self.served = ServedModels(client, config)
         self.chain = chain_of(client, config, self.tokenizer, self.served)
         self.submissions = Submissions(
@@ -71,14 +75,21 @@ class Services:
         self.images = Images(config.images, config.engine.model_name, fetches)
         rendering = Capacity(AT_ONCE, gateway.max_waiting, measures)
         self.templates = ChatTemplates(
-            self.tokenizer, self.length.get, gateway.template_timeout_s, rendering
+            self.tokenizer,
+            self.length.get,
+            workers,
+            rendering,
+            drops_billing=gateway.billing_lines == "drop",
         )
         self.durable = DurableCalls(client, config)
         self.keyed = BodyCalls(self.durable, config.engine.model_name)
 
     async def warm_up(self) -> None:
-        """Load the tokenizer, and start the processes that render its chat template, if any."""
-        with suppress(RequestError):  # a model without a tokenizer serves tokens
+        """Load the tokenizer, start the processes that render its chat template, if any, and find
+        the format of its messages."""
+        # A model without a tokenizer serves tokens. Any other error is that of the calls too.
+        with suppress(RequestError, ConfigError):
             tokenizer = await self.tokenizer.required()
             if tokenizer.transformers.chat_template:
                 await self.templates.start()
+                await self.tokenizer.message_format()

@@ -13,10 +13,13 @@ import anyio.to_thread
 
 from ...bus.public import CompletionSample
 from ...config import ModelError, RequestError, SamplingParams
+from ...text.chat_template import Run
 from ...text.detokenizer import Detokenizer, TokenPieces
 from ...text.images import ImageProcessor
-from ...text.messages import MessageFormat, format_of
+from ...text.messages import MessageFormat
 from ...text.model_folder import folder_of
+from ...text.model_format import format_of
+from ...text.template_process import render_template
 from ...text.tokenizer import (
     check_text_fits,
     encode,
@@ -116,12 +119,17 @@ class Tokenizer:
 class LazyTokenizer:
     """Loads the tokenizer when it is first needed, which takes a second or two."""
 
-    def __init__(self, folder: Path, message_format: str = "off") -> None:
-        """`message_format`: as the setting `gateway.message_format`."""
+    def __init__(
+        self, folder: Path, message_format: str = "off", run: Run = render_template
+    ) -> None:
+        """Args: the model's folder; `gateway.message_format`; and what renders the chat template,
+        by which a format is recognised."""
         self._folder = folder
+        self._run = run
         self._format_asked = message_format
         self._format: tuple[MessageFormat | None] | None = None
         self._loading = anyio.Lock()
+        self._recognising = anyio.Lock()
         self._tokenizer: Tokenizer | None = None
         self._threads = anyio.CapacityLimiter(_THREADS)
         # Grammars have threads of their own, so that they and long texts don't wait for each other.
@@ -168,8 +176,11 @@ class LazyTokenizer:
             ConfigError: `gateway.message_format` is unknown.
         """
         tokenizer = (await self.required()).transformers
-        if self._format is None:
-            self._format = (format_of(tokenizer, folder_of(self._folder), self._format_asked),)
+        async with self._recognising:
+            if self._format is None:
+                folder = folder_of(self._folder)
+                found = partial(format_of, tokenizer, folder, self._format_asked, self._run)
+                self._format = (await self.beside(found),)
         return self._format[0]
 
     async def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:

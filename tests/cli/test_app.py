@@ -15,8 +15,8 @@ from .conftest import Run, assert_refused
 
 COMMANDS = (
     *("adapters", "cancel", "chat", "complete", "demo", "dlq", "doctor", "embed", "fairness"),
-    *("flush-cache", "gateway", "health", "kv-events", "kv-session", "models", "pause", "resume"),
-    *("roles", "run", "score", "serve", "shards", "status", "submit", "tail", "up"),
+    *("flush-cache", "gateway", "health", "kv-events", "kv-session", "launch", "models", "pause"),
+    *("resume", "roles", "run", "score", "serve", "shards", "status", "submit", "tail", "up"),
     "weights",
 )
 

@@ -13,8 +13,9 @@ import torch
 from nano_inference.cli import doctor as checks
 from nano_inference.cli.model_files import check_model_files
 from nano_inference.config import BUNDLED_MODEL, BusConfig, Config, EngineConfig, ModelError
-from nano_inference.stages.executor.runner import device, quantized_sizes
+from nano_inference.stages.executor.runner import device
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.runner.quantize import sizes
 from nano_inference.text import gguf
 
 from ..gguf_files import nothing, write_gguf
@@ -177,6 +178,6 @@ def test_instructions_without_which_codes_gain_nothing(monkeypatch: pytest.Monke
     def none(*_: object) -> str:
         raise KernelsUnavailable("there is no C compiler")
 
-    monkeypatch.setattr(quantized_sizes, "codes_instructions", none)
+    monkeypatch.setattr(sizes, "codes_instructions", none)
     check = checks.check_codes("")
     assert (check.state, check.found.endswith("there is no C compiler")) == ("warn", True)

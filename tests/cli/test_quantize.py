@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from nano_inference.stages.executor.runner import quantized_folder
-from nano_inference.stages.executor.runner.linear.codes import unpack_plain
+from nano_inference.stages.executor.runner.kernels.codes import unpack_plain
 from nano_inference.stages.executor.runner.linear.experts import ExpertCodes
 from nano_inference.stages.executor.runner.linear.quantized import QuantizedLinear
 from nano_inference.stages.executor.runner.linear.rounding import Rounding, round_rows
+from nano_inference.stages.executor.runner.quantize import folder
 
 from ..gguf_files import write_gguf
 from ..stages.executor.models import load, make_model, save
@@ -163,7 +163,7 @@ def test_everything_else_of_a_folder_is_copied(run: Run, plain: Path, tmp_path: 
 def test_a_model_of_several_files_becomes_several_files(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized_folder, "_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(folder, "_SHARD_BYTES", 20_000)
     model = make_model("llama", **SIZES)
     save(model, tmp_path / "source", max_shard_size="30KB")
     assert len([*(tmp_path / "source").glob("*.safetensors")]) > 1
@@ -336,7 +336,7 @@ def test_a_failure_leaves_no_folder(
 
     target = tmp_path / "new"
     with monkeypatch.context() as patch:
-        patch.setattr(quantized_folder, "save_file", full)
+        patch.setattr(folder, "save_file", full)
         assert_refused(run("quantize", str(plain), str(target)), "No space left on device")
     assert not [*tmp_path.iterdir()]
     # What a killed command leaves is removed by the next one.

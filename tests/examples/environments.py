@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,6 +55,7 @@ CLIENTS = {
         *("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1", "openai==2.54.0"),
     ],
     "dspy": ["dspy==3.4.1", "litellm==1.105.0", "openai==2.54.0"],
+    "ollama": ["ollama==0.6.3"],
 }
 # Workflow engines, each with the program `programs/durable/on_<name>.py`.
 WORKFLOWS = {
@@ -70,6 +71,7 @@ CLIENTS_FOR_NODE = {
         *("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92"),
         *("@ai-sdk/anthropic@4.0.105", "zod@4.6.7"),
     ],
+    "ollama": ["ollama@0.6.4"],
 }
 
 
@@ -80,16 +82,29 @@ def environment(name: str, cache: Path) -> Path:
         name: A key of `PACKAGES`, `CLIENTS`, `TOOLS` or `WORKFLOWS`.
         cache: The folder of all environments. One of other versions under the same name is removed.
     """
-    # Of what we take as well, the version that we are tested with.
-    tested = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     wanted = (PACKAGES | CLIENTS | TOOLS | WORKFLOWS)[name]
+    return python_environment(Path(name).stem, wanted, cache, UNWANTED.get(name, []))
+
+
+def python_environment(
+    kind: str, wanted: list[str], cache: Path, unwanted: Sequence[str] = ()
+) -> Path:
+    """Return the folder of programs of a virtual environment with some packages.
+
+    Args:
+        kind: Its name in the cache.
+        wanted: Packages. One that we take as well has the version that we are tested with.
+        cache: As of `environment`.
+        unwanted: Packages that those bring, to be removed.
+    """
+    tested = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     packages = [f"{each}=={tested[each]}" if each in tested else each for each in wanted]
-    with _made(cache, Path(name).stem, [sys.version, sys.executable, *packages]) as (folder, old):
+    with _made(cache, kind, [sys.version, sys.executable, *packages]) as (folder, old):
         if not old:
             venv.create(folder, with_pip=True)
             pip = [str(folder / "bin" / "python"), "-m", "pip"]
             run([*pip, "install", "--quiet", *packages], folder, limit_s=INSTALL_LIMIT_S)
-            if unwanted := UNWANTED.get(name):
+            if unwanted:
                 run([*pip, "uninstall", "--quiet", "--yes", *unwanted], folder)
     return folder / "bin"
 
@@ -102,7 +117,12 @@ def node_folder(name: str, cache: Path) -> Path:
         cache: As of `environment`.
     """
     packages = (FOR_NODE | CLIENTS_FOR_NODE | SERVERS_FROM_NODE)[name]
-    with _made(cache, f"node_{Path(name).stem}", packages) as (folder, old):
+    return node_environment(f"node_{Path(name).stem}", packages, cache)
+
+
+def node_environment(kind: str, packages: list[str], cache: Path) -> Path:
+    """Return a folder with packages of npm; see `python_environment`."""
+    with _made(cache, kind, packages) as (folder, old):
         if not old:
             folder.mkdir()
             (folder / "package.json").write_text("{}")

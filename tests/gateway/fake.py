@@ -372,7 +372,9 @@ def http_of(
 
 
 def data_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The data of the events of a stream, without its end."""
+    """The data of the events of a stream, without its end; or its lines, if they are JSON."""
+    if answer.headers["content-type"] == "application/x-ndjson":
+        return [json.loads(line) for line in answer.text.splitlines()]
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
     data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     return [json.loads(each) for each in data if each != "[DONE]"]

@@ -91,7 +91,7 @@ class Model:
 
     def says(self, text: str, cut: int = 1, reason: FinishReason = "stop") -> None:
         """From now on answer with this text, in chunks of so many tokens."""
-        self.engine.outputs = _says(text, self.tokenizer, cut, reason)
+        self.engine.outputs = saying(text, self.tokenizer, cut, reason)
 
     @property
     def requests(self) -> list[GenerateRequest]:
@@ -107,9 +107,10 @@ class Model:
         return self.tokenizer.text(self.requests[place].prompt_token_ids or (), skip_special=False)
 
 
-def _says(
+def saying(
     text: str, words: Tokenizer, cut: int, reason: FinishReason
 ) -> Callable[[GenerateRequest], list[Output]]:
+    """Outputs with this text, in chunks of so many tokens where a stream is asked for."""
     stop = min(words.stop_token_ids)
     token_ids = words.token_ids(text, add_special=False) + ((stop,) if reason == "stop" else ())
     logprobs = tuple(-1.0 - place / 8 for place in range(len(token_ids)))

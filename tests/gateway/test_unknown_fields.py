@@ -25,6 +25,10 @@ TALK = [
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c", "content": "x"},
 ]
+OLLAMA_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+}
 FLAT = {"type": "function", **FUNCTION}
 FLAT_NAMED = {"type": "function", "name": "f"}
 TEXT = [{"type": "text", "text": "x"}]
@@ -100,6 +104,16 @@ BODIES: dict[str, list[Body]] = {
     "/inference/v1/generate": [
         {"token_ids": [5], "sampling_params": {"structured_outputs": {"choice": ["a"]}}}
     ],
+    "/api/chat": [
+        {
+            "messages": [HELLO[0], OLLAMA_CALL, {"role": "tool", "content": "x"}],
+            "tools": [TOOL],
+            "options": {"num_predict": 3},
+        },
+        {"messages": HELLO, "format": "json"},
+    ],
+    "/api/generate": [{"prompt": "a", "options": {"num_predict": 3}}],
+    "/api/embed": [{"input": ["a"]}],
     "/tokenize": [{"messages": HELLO, "tools": [TOOL]}],
     "/v2/models/tiny/generate": [
         {"text_input": "a", "sampling_parameters": {"max_tokens": 3}},

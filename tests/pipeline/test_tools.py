@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -122,3 +123,16 @@ async def test_each_choice_has_calls_of_its_own(client: AsyncOpenAI) -> None:
     assert all(checked(message) for message in messages)
     ids = [call.id for message in messages for call in message.tool_calls or ()]
     assert len(set(ids)) == len(ids)
+
+
+async def test_a_changing_billing_line_leaves_the_prompt_cached(url: str) -> None:
+    cached = []
+    async with httpx.AsyncClient(base_url=url) as http:
+        for number in range(2):
+            line = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
+            system = [{"type": "text", "text": each} for each in (line, "Be brief. " * 20)]
+            body = {"system": system, "messages": [USER], "max_tokens": 2, "temperature": 0}
+            answer = (await http.post("/v1/messages", json=body)).json()
+            usage = answer["usage"]
+            cached.append(usage["cache_read_input_tokens"])
+    assert cached[0] < cached[1] >= usage["input_tokens"]

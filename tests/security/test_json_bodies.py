@@ -12,6 +12,7 @@ from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import nearest
 from nano_inference.gateway.api.anthropic import bodies as anthropic_bodies
+from nano_inference.gateway.api.ollama import bodies as ollama_bodies
 from nano_inference.gateway.api.openai import bodies as openai_bodies
 from nano_inference.gateway.api.sglang import generate, info, requests, weights
 from nano_inference.gateway.server.http import MOST_CONTAINERS
@@ -108,7 +109,8 @@ async def test_a_number_beyond_64_bits_is_refused_with_its_place(
 
 
 def test_no_field_of_a_body_takes_a_number_beyond_64_bits() -> None:
-    modules = (generate, info, requests, weights, openai_bodies, anthropic_bodies, sampling_fields)
+    modules = (generate, info, requests, weights, openai_bodies, anthropic_bodies, ollama_bodies)
+    modules += (sampling_fields,)
     bodies = [
         kind
         for module in modules

@@ -219,14 +219,15 @@ async def test_every_key_is_compared_in_the_same_way(
 FOR_OTHERS = {
     "read": """
         POST /generate, PUT /generate, POST /v1/completions, POST /v1/chat/completions,
-        POST /v1/responses, POST /v1/messages, POST /abort_request
+        POST /v1/responses, POST /v1/messages, POST /abort_request, POST /api/chat,
+        POST /api/generate, POST /api/embed
     """,
     "generate": """
         POST /flush_cache, GET /flush_cache, HEAD /flush_cache, POST /pause_generation,
         POST /update_weights_from_disk, POST /update_weights_from_tensor,
         POST /init_weights_update_group, POST /release_memory_occupation, GET /admin/keys,
         HEAD /admin/keys, POST /admin/keys, PATCH /admin/keys/x, DELETE /admin/keys/x,
-        PUT /admin/guardrails, PUT /admin/tenants/x
+        PUT /admin/guardrails, PUT /admin/tenants/x, DELETE /api/delete, POST /api/create
     """,
     "weights": "POST /generate, POST /admin/keys",
     "admin": "POST /flush_cache, POST /generate",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.config import FieldError
+from nano_inference.config import FieldError, RequestError
 from nano_inference.text import conversation
 from nano_inference.text.conversation import (
     Turn,
@@ -17,6 +17,7 @@ from nano_inference.text.conversation import (
     check_variables,
     joined_turns,
     names_read,
+    with_call_ids,
 )
 
 TURNS: list[dict[str, Any]] = [
@@ -64,6 +65,32 @@ def test_ids_are_shortened_for_mistral() -> None:
     assert as_read_by(MISTRAL, short, None)[0]["tool_call_id"] == "0000000a1"
     assert as_read_by("", TURNS, None)[2]["tool_call_id"] == "call_0123456789abcdef"
     assert TURNS[2]["tool_call_id"] == "call_0123456789abcdef"
+
+
+def test_ids_are_those_of_kimis_models() -> None:
+    """The model's own stay; those of other clients are made of name and number."""
+
+    def called(*ids: str) -> Turn:
+        calls = [{"id": each, "function": {"name": "find"}} for each in ids]
+        return {"role": "assistant", "tool_calls": calls}
+
+    turns = [
+        called("toolu_1", "functions.find:7"),
+        {"role": "tool", "tool_call_id": "functions.find:7"},
+        {"role": "tool", "tool_call_id": "toolu_1"},
+        called("functions.other:0"),
+        {"role": "tool", "tool_call_id": "functions.other:0"},
+        {"role": "tool"},
+    ]
+    found = with_call_ids(turns, "functions.{name}:{number}")
+    assert [call["id"] for call in found[0]["tool_calls"]] == [
+        "functions.find:0",
+        turns[1]["tool_call_id"],
+    ]
+    assert [turn.get("tool_call_id") for turn in found] == [
+        *(None, "functions.find:7", "functions.find:0", None, "functions.find:2", None)
+    ]
+    assert turns[2]["tool_call_id"] == "toolu_1"
 
 
 def test_contents_are_texts_unless_the_template_loops_over_parts() -> None:
@@ -183,6 +210,95 @@ def test_a_result_of_no_call_is_refused(turns: list[Turn], place: int) -> None:
     assert "tool_calls" in refused.value.message
 
 
+# --- instructions within a conversation -----------------------------------------------------------
+
+SYSTEM, USER = {"role": "system", "content": "S"}, {"role": "user", "content": "U"}
+LATER = {"role": "system", "content": "L"}
+ANSWER = {"role": "assistant", "content": "A"}
+NOTE = "<system-reminder>\nL\n</system-reminder>"
+ANY_ROLE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('first only') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+LEAVES_OUT = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+    "[{{ m.role }}:{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+def rendered(template: str, turns: list[Turn]) -> str:
+    tokenizer: Any = SimpleNamespace(
+        chat_template=template,
+        get_chat_template=lambda tools=None: template,
+        special_tokens_map={},
+        apply_chat_template=lambda: None,
+    )
+    return conversation.render_conversation(tokenizer, turns, placeholder=None).text
+
+
+@pytest.mark.parametrize("template", [FIRST_ONLY, LEAVES_OUT])
+@pytest.mark.parametrize(
+    ("turns", "wanted"),
+    [
+        ([SYSTEM, USER, LATER], f"[system:S][user:U\n\n{NOTE}]"),
+        ([SYSTEM, LATER, USER], "[system:S\n\nL][user:U]"),
+        ([USER, ANSWER, LATER, USER], f"[user:U][assistant:A][user:{NOTE}\n\nU]"),
+        ([USER, ANSWER, LATER], f"[user:U][assistant:A][user:{NOTE}]"),
+        ([USER, ANSWER, {"role": "tool", "content": "T"}, LATER, ANSWER], f"[tool:T\n\n{NOTE}]"),
+        ([USER, LATER, LATER, ANSWER, USER], f"[user:U\n\n{NOTE}\n\n{NOTE}][assistant:A][user:U]"),
+    ],
+)
+def test_a_template_s_later_system_messages_stand_in_the_one_before(
+    template: str, turns: list[Turn], wanted: str
+) -> None:
+    assert wanted in rendered(template, turns)
+
+
+def test_a_template_of_any_role_gets_system_messages_where_they_are() -> None:
+    assert rendered(ANY_ROLE, [SYSTEM, USER, LATER]) == "[system:S][user:U][system:L]"
+
+
+def test_a_later_system_message_beside_an_image_is_a_part() -> None:
+    image: Turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "U"}]}
+    (turn,) = conversation.with_instructions_inside([image, LATER])
+    assert turn["content"] == [*image["content"], {"type": "text", "text": NOTE}]
+
+
+# --- other conversations that templates refuse ----------------------------------------------------
+
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}:{{ m.content }}]"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "wanted"),
+    [
+        ([USER, USER], "[user:U\n\nU]"),
+        ([USER, ANSWER, ANSWER, USER], "[user:U][assistant:A\n\nA][user:U]"),
+        ([SYSTEM, USER], "[user:S\n\nU]"),
+        ([SYSTEM, {"role": "developer", "content": "D"}, USER], "[user:S\n\nD\n\nU]"),
+        ([SYSTEM, USER, LATER, USER], f"[user:S\n\nU\n\n{NOTE}\n\nU]"),
+    ],
+)
+def test_messages_in_a_row_are_joined_for_a_template_that_refuses_them(
+    turns: list[Turn], wanted: str
+) -> None:
+    assert rendered(ALTERNATES, turns) == wanted
+
+
+def test_messages_in_a_row_stay_for_a_template_that_takes_them() -> None:
+    assert rendered(ANY_ROLE, [USER, USER]) == "[user:U][user:U]"
+
+
+def test_what_no_form_helps_is_refused_as_it_came() -> None:
+    with pytest.raises(RequestError, match="roles must alternate"):
+        rendered(ALTERNATES, [ANSWER, USER, USER])
+
+
 def test_messages_of_one_role_that_follow_each_other_are_joined() -> None:
     """For templates that refuse them; calls and results stay as they are."""
     image = {"type": "image"}
@@ -194,7 +310,6 @@ def test_messages_of_one_role_that_follow_each_other_are_joined() -> None:
     ]
     assert joined_turns(turns) == [
         {"role": "system", "content": "S\n\nT"},
-        {"role": "user", "content": "a\n\nb"},
-        {"role": "user", "content": [image, image]},
+        {"role": "user", "content": [{"type": "text", "text": "a\n\nb"}, image, image]},
         *(TURNS[1], TURNS[2], TURNS[2]),
     ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from .finding import find_format as find_format
 from .grammar import constraint_of as constraint_of
 from .lark import lark_of_gbnf as lark_of_gbnf
 from .message_format import MessageFormat as MessageFormat
-from .message_format import find_format as find_format
-from .message_format import format_of as format_of
 from .message_format import opening_of as opening_of
 from .message_reader import Delta as Delta
 from .message_reader import MessageReader as MessageReader

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from .own_bodies import STRING, values_in_a_row
+
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
+_STRING = re.compile(STRING, re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 _MOST_LOOKS = 64
@@ -77,12 +81,22 @@ class JsonBody(CallBody):
 
     def _is_cut_in_string(self) -> bool:
         try:
-            json.loads("".join(self._pieces))
+            self._load("".join(self._pieces))
         except json.JSONDecodeError as error:
             return error.msg.startswith("Unterminated string")
         except (ValueError, RecursionError):
             pass
         return False
+
+    def _load(self, text: str) -> None:
+        json.loads(text)
+
+
+class RowBody(JsonBody):
+    """JSON values one after another."""
+
+    def _load(self, text: str) -> None:
+        values_in_a_row(text)
 
 
 class _SearchedBody(CallBody):
@@ -120,6 +134,14 @@ class DelimitedBody(_SearchedBody):
         return any(begin in text.sub("", self._rest) for begin, text in self._delimiters)
 
 
+class PythonBody(_SearchedBody):
+    """Calls as in Python."""
+
+    def _is_open(self) -> bool:
+        self._rest = _STRING.sub("", self._rest)
+        return '"' in self._rest or "'" in self._rest
+
+
 class TaggedBody(_SearchedBody):
     """Values between tags, such as XML's."""
 
@@ -138,6 +160,15 @@ class TaggedBody(_SearchedBody):
         return begun is not None and begun.partial and begun["key"] is not None
 
 
+OWN_BODIES: Mapping[str, Callable[[], CallBody]] = {
+    "python": PythonBody,
+    "named": JsonBody,
+    "in a row": RowBody,
+    "elements": CallBody,
+}
+"""Bodies that Transformers' parsers don't read, by their names in `content_args.as`."""
+
+
 def new_body(content: str, args: dict[str, Any]) -> CallBody:
     """Return an empty body for one of Transformers' content parsers and its arguments."""
     if content == "xml-inline":
@@ -145,7 +176,14 @@ def new_body(content: str, args: dict[str, Any]) -> CallBody:
     if content == "json":
         delimiters = args.get("string_delims")
         return DelimitedBody(delimiters) if delimiters else JsonBody()
+    if kind := args.get("as"):
+        return OWN_BODIES[kind]()
     return CallBody()
+
+
+def names_in(args: dict[str, Any], body: str) -> list[str]:
+    """Return the names of the values between tags, as the pattern of tags finds them."""
+    return [found["key"] for found in _tag_re(args["tag_pattern"]).finditer(body)]
 
 
 def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
@@ -156,7 +194,7 @@ def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
     """
     if content == "xml-inline":
         tag = _tag_re(args["tag_pattern"])
-        names = [found["key"] for found in tag.finditer(body)]
+        names = names_in(args, body)
         rest = tag.sub("", body)
     elif content == "kv-lines":
         lines = [line for line in body.split(args.get("line_sep", "\n")) if line.strip()]
@@ -169,6 +207,17 @@ def check_all_is_read(content: str, args: dict[str, Any], body: str) -> None:
         raise ValueError("a part of it is no argument")
     if len(set(names)) < len(names) and not args.get("merge_duplicates"):
         raise ValueError("an argument stands there twice")
+
+
+def texts_in(content: str, args: dict[str, Any], body: str) -> dict[str, bool]:
+    """Return whether values are texts, by their names, where tags say so: the pattern then has a
+    group `text`, which matches in tags of texts only."""
+    if content != "xml-inline":
+        return {}
+    tag = _tag_re(args["tag_pattern"])
+    if "text" not in tag.groupindex:
+        return {}
+    return {found["key"]: found["text"] is not None for found in tag.finditer(body)}
 
 
 @lru_cache(32)

@@ -13,8 +13,12 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from ...config import Constraint, RequestError
 from ..schemas import may_have, moved
 from .lark import ANY_OBJECT, Grammar, is_regex, json_of, quoted, schema_of
-from .message_format import MessageFormat
+from .message_format import NAME, NUMBER, MessageFormat
+from .python_rules import PythonArguments
+from .tagged_rules import TaggedArguments
 from .tools import Tool, ToolUse
+
+_ANY_NUMBER = "/[0-9]{1,3}/"
 
 
 def unsupported(form: MessageFormat, why: str) -> RequestError:
@@ -32,7 +36,9 @@ class CallRules:
         begin: The text before the name of the first call.
     """
 
-    def __init__(self, grammar: Grammar, form: MessageFormat, use: ToolUse) -> None:
+    def __init__(
+        self, grammar: Grammar, form: MessageFormat, use: ToolUse, opening: str = ""
+    ) -> None:
         """Raises RequestError: unsupported."""
         if form.calls is None:
             raise unsupported(
@@ -50,7 +56,10 @@ class CallRules:
             )
         self._several = use.parallel and not use.named
         self._known_arguments: dict[int, str] = {}
-        self.begin = (form.calls.open + form.calls.before).lstrip()
+        self._tagged = _arguments_rules(grammar, form)
+        opened = form.answer_open
+        begin = form.calls.open.removeprefix(opened if opened and opened in opening else "")
+        self.begin = (begin + form.calls.before).lstrip("\n")
 
     def calls(self) -> str:
         """Return the rule of one call, or of several in a row."""
@@ -95,32 +104,45 @@ class CallRules:
         """Return the rule of `calls`, in rules that may stand beside those of an answer in JSON: a
         parser can distinguish them by the JSON's content alone."""
         syntax = self._syntax
-        calls = []
-        for place, tool in enumerate(self._tools):
-            # The format's text around name and arguments, as a schema.
-            written = f"{syntax.before}{self._name(tool)}{syntax.middle}null{syntax.after}"
-            try:
-                keys = json.loads(written)
-            except ValueError:
-                keys = None
-            if not isinstance(keys, dict) or syntax.open or syntax.close:
-                raise unsupported(self._form, "writes calls that can't be told from an answer")
-            at = next(key for key, value in keys.items() if value is None)
-            schema = {
-                "type": "object",
-                "properties": {
-                    key: {"const": value}
-                    if key != at
-                    else moved(_arguments_of(tool, self._use), f"#/properties/{at}")
-                    for key, value in keys.items()
-                },
-                "required": list(keys),
-                "additionalProperties": False,
-            }
-            calls.append(self._grammar.rule(f"bare_call_{place}", json_of(schema)))
-        one = self._grammar.rule("bare_call", " | ".join(calls))
+        listed = (syntax.open, syntax.close, syntax.between) == ("[", "]", ", ")
+        if not listed and (syntax.open or syntax.close):
+            raise unsupported(self._form, "writes calls that can't be told from an answer")
+        if listed:
+            calls = [
+                self._bare_call(tool, f"#/items/anyOf/{place}")
+                for place, tool in enumerate(self._tools)
+            ]
+            most = {} if self._several else {"maxItems": 1}
+            return json_of({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+        rules = [
+            self._grammar.rule(f"bare_call_{place}", json_of(self._bare_call(tool, "#")))
+            for place, tool in enumerate(self._tools)
+        ]
+        one = self._grammar.rule("bare_call", " | ".join(rules))
         between = self._grammar.literal(syntax.between)
         return f"{one} ({between} {one})*" if self._several else one
+
+    def _bare_call(self, tool: Tool, root: str) -> dict[str, Any]:
+        """Return the format's text around name and arguments as a schema, at a path in another."""
+        syntax = self._syntax
+        try:
+            keys = json.loads(f"{syntax.before}{self._name(tool)}{syntax.middle}null{syntax.after}")
+        except ValueError:
+            keys = None
+        if not isinstance(keys, dict):
+            raise unsupported(self._form, "writes calls that can't be told from an answer")
+        at = next(key for key, value in keys.items() if value is None)
+        return {
+            "type": "object",
+            "properties": {
+                key: {"const": value}
+                if key != at
+                else moved(_arguments_of(tool, self._use), f"{root}/properties/{at}")
+                for key, value in keys.items()
+            },
+            "required": list(keys),
+            "additionalProperties": False,
+        }
 
     def check_answer(self, answer: Constraint) -> None:
         """Check that no answer can be mistaken for a call, where calls are bare.
@@ -148,14 +170,28 @@ class CallRules:
     def _arguments(self, place: int) -> str:
         if place not in self._known_arguments:
             schema = _arguments_of(self._tools[place], self._use)
-            name = self._grammar.rule(f"arguments_{place}", json_of(schema))
-            self._known_arguments[place] = name
+            if self._tagged is None:
+                body = json_of(schema)
+            elif schema is ANY_OBJECT:
+                body = self._tagged.any()
+            else:
+                body = self._tagged.of(schema)
+            self._known_arguments[place] = self._grammar.rule(f"arguments_{place}", body)
         return self._known_arguments[place]
+
+    def _written(self, text: str, *, spelled: bool = False) -> str:
+        """Return a literal text in a rule, with any number where one stands.
+
+        Args:
+            spelled: Whether no special token is in it, so that it may stand in a terminal.
+        """
+        literal = quoted if spelled else self._grammar.literal
+        return f" {_ANY_NUMBER} ".join(literal(part) for part in text.split(NUMBER))
 
     def _any_of(self, name: str, begin: str) -> str:
         """Return the rule of any tool's call: from the text before its name to its arguments."""
         calls = [
-            f"{self._grammar.literal(self._head(begin, tool))} {self._arguments(place)}"
+            f"{self._written(self._head(begin, tool))} {self._arguments(place)}"
             for place, tool in enumerate(self._tools)
         ]
         return self._grammar.rule(name, " | ".join(calls))
@@ -169,13 +205,16 @@ class CallRules:
             token = self._grammar.first_token(head)
             if token is not None:
                 head, rest = head[: token.start()], head[token.start() :]
-            opened = self._grammar.rule(f"opened_{place}[lazy]", f"{text} {quoted(head)}")
+            opened = self._grammar.rule(
+                f"opened_{place}[lazy]", f"{text} {self._written(head, spelled=True)}"
+            )
             arguments = self._arguments(place)
-            calls.append(f"{opened} {self._grammar.literal(rest)} {arguments}")
+            calls.append(f"{opened} {self._written(rest)} {arguments}")
         return self._grammar.rule("first_call", " | ".join(calls))
 
     def _head(self, begin: str, tool: Tool) -> str:
-        return f"{begin}{self._name(tool)}{self._syntax.middle}"
+        name = self._name(tool)
+        return f"{begin.replace(NAME, name)}{name}{self._syntax.middle}"
 
     def _followed(self, first: str, *, further: bool = True) -> str:
         """Return the rule of a call, and of others after it if there may be some."""
@@ -193,6 +232,16 @@ class CallRules:
         close = template.fields["tool_calls"].close_re
         syntax = self._syntax
         return close is not None and close.search(f"{{}}{syntax.after}{syntax.close}") is not None
+
+
+def _arguments_rules(
+    grammar: Grammar, form: MessageFormat
+) -> TaggedArguments | PythonArguments | None:
+    """Return the rules of arguments that are not a JSON object."""
+    syntax = form.calls.arguments if form.calls is not None else None
+    if syntax == "python":
+        return PythonArguments(grammar, form)
+    return None if syntax is None else TaggedArguments(grammar, form, syntax)
 
 
 def _arguments_of(tool: Tool, use: ToolUse) -> Mapping[str, Any]:

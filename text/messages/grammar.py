@@ -15,7 +15,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from ...config import Constraint, RequestError
 from .call_rules import CallRules, unsupported
-from .lark import SPACE, Grammar, answer_of, up_to, without
+from .lark import SPACE, Grammar, answer_of, quoted, up_to, without
 from .message_format import MessageFormat, ReasoningSyntax
 from .regions import CONTENT, REASONING, UNOPENED, MessageRegions, region_template
 from .tools import ToolUse
@@ -123,6 +123,7 @@ class _Message:
         self._form = form
         self._rules = Grammar(special_tokens)
         self._literal = self._rules.literal
+        self._opening = opening
         self._answer_open = "" if form.answer_open in opening else form.answer_open
 
     def grammar(self, parts: Sequence[str]) -> str:
@@ -146,22 +147,26 @@ class _Message:
             rest += f" {self._rules.rule('SPACE', SPACE)}?"
         if state == "open":
             return [rest]
-        return [f"{self._rules.rule('reasoning', f'{self._literal(syntax.open.strip())} {rest}')}?"]
+        begin = self._literal(syntax.open.strip("\n"))
+        return [f"{self._rules.rule('reasoning', f'{begin} {rest}')}?"]
 
     def _rest_of_reasoning(self, syntax: ReasoningSyntax, budget: int | None) -> str:
         """Return the rule of reasoning after its opening mark, up to the closing mark with any
         white space before it."""
-        close = syntax.close.strip()
+        close = syntax.close.strip("\n")
         token = self._rules.first_token(close)
         if token is None:
             if budget is not None:
                 raise self._no_token(close)
-            return self._rules.rule("thought[lazy]", up_to(close))
+            if not syntax.ends:
+                return self._rules.rule("thought[lazy]", up_to(close))
+            text = self._rules.rule("THOUGHT", without(*map(re.escape, (close, *syntax.ends))))
+            return self._rules.rule("thought[lazy]", f"{text} {quoted(close)}")
         end = self._literal(close[token.start() :])
         if budget == 0:
             return end
         name = "THOUGHT" if budget is None else f"thought[max_tokens={budget}]"
-        return f"{self._rules.rule(name, without(re.escape(close)))} {end}"
+        return f"{self._rules.rule(name, without(*map(re.escape, (close, *syntax.ends))))} {end}"
 
     def _takes_space(self, close: str) -> bool:
         """Return whether white space after the reasoning belongs to the mark for the reader."""
@@ -187,7 +192,7 @@ class _Message:
         if kind == "answer":
             assert answer is not None
             return self._answer(answer)
-        calls = CallRules(self._rules, self._form, use)
+        calls = CallRules(self._rules, self._form, use, self._opening)
         if kind == "calls":
             return calls.calls()
         if kind == "text and calls":
@@ -204,7 +209,7 @@ class _Message:
 
     def _text_and_calls(self, calls: CallRules) -> str:
         reasoning = self._form.reasoning
-        marks = [re.escape(reasoning.open.strip())] if reasoning is not None else []
+        marks = [re.escape(reasoning.open.strip("\n"))] if reasoning is not None else []
         text = self._rules.rule("TEXT", without(*calls.patterns(), *marks))
         if not self._answer_open:
             return calls.text_and_calls(text)
@@ -213,14 +218,14 @@ class _Message:
     def _anything(self, use: ToolUse) -> str:
         """Return the rule of any tokens, except those that begin more reasoning."""
         assert self._form.reasoning is not None
-        mark = self._form.reasoning.open.strip()
+        mark = self._form.reasoning.open.strip("\n")
         token = self._rules.first_token(mark)
         if token is None or token.start() != 0:
             raise self._no_token(mark)
         rest = f"<[^{self._rules.token_id(token[0])}]>*"
         begins = [self._answer_open]
         if use.usable and self._form.calls is not None:
-            begins.append(CallRules(self._rules, self._form, use).begin)
+            begins.append(CallRules(self._rules, self._form, use, self._opening).begin)
         # Other parts may begin with the same token.
         if not any(begin.startswith(token[0]) for begin in begins):
             return rest

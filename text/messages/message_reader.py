@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -15,16 +15,23 @@ from .message_format import MessageFormat
 from .regions import (
     CALLS,
     CONTENT,
+    MARKS,
     REASONING,
     UNOPENED,
     MessageRegions,
     RegionPiece,
     region_template,
 )
+from .thoughts import Thought
 from .tools import Tool
+from .typed import TEXT, TYPES, types_of, value_of
 
 # Errors of invalid JSON and templates.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+_MOST_ID_CHARS = 256
+"""Characters of a call's id that the model wrote."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +55,8 @@ class ToolCall(NamedTuple):
 
     Attributes:
         place: Among the calls of the message.
-        id: The same whenever and wherever the message is read.
+        id: The model's own, if its format has ids; else the same whenever and wherever the message
+            is read.
         arguments: JSON.
     """
 
@@ -56,6 +64,14 @@ class ToolCall(NamedTuple):
     id: str
     name: str
     arguments: str
+
+
+class _Function(NamedTuple):
+    """A call as it is read: its arguments are JSON, and its id is "" if it has none."""
+
+    name: str
+    arguments: str
+    id: str
 
 
 class Delta(NamedTuple):
@@ -76,8 +92,9 @@ class MessageReader:
     An invalid call is content, as the model wrote it, with its marks: without valid JSON, without
     the name of a tool in the prompt, with arguments that are no object, or with text that belongs
     to no argument. Of several calls between two marks all are valid, or none. A mark within a value
-    of a call is part of the value. A closing mark of reasoning is dropped where none is open, as
-    after a budget that closed it.
+    of a call is part of the value. Calls in reasoning are part of it, unless the message ends with
+    them and the reasoning is still open. A closing mark of reasoning is dropped where none is open,
+    as after a budget that closed it.
 
     Attributes:
         calls: The number of calls so far.
@@ -96,7 +113,11 @@ class MessageReader:
         self._seed = seed
         self._separates_reasoning = reading.separates_reasoning
         self._tools: list[Any] = [tool.as_templates_read() for tool in reading.tools]
-        self._names = {tool.name for tool in reading.tools}
+        self._schemas = {tool.name: tool.parameters for tool in reading.tools}
+        self._ids = set[str]()
+        # Marks around all calls, and whether a call that is none was the last before such a mark.
+        self._around = form.marks_around_calls
+        self._after_calls = False
         # Whether some text was not white space.
         self._has_text = False
         self._template = region_template(form.response_template, with_calls=bool(reading.tools))
@@ -106,6 +127,11 @@ class MessageReader:
         for piece in self._regions.opening:
             if piece.field == CALLS:
                 self._call = [piece] if piece.kind == "open" else [*self._call, piece]
+        # The open reasoning, in which calls are looked for.
+        self._response_template = form.response_template
+        self._thought: Thought[_Function] | None = None
+        if self._regions.field in REASONING:
+            self._think()
         # Tokens whose text may be part of a mark.
         self._held_tokens = 0
         # Deltas after a call, in the same piece.
@@ -156,14 +182,17 @@ class MessageReader:
 
     def _read(self, piece: RegionPiece, cut_off: bool) -> Delta:
         if piece.field == CONTENT and piece.kind == "text":
-            self._has_text = self._has_text or not piece.own.isspace()
+            if not piece.own.isspace():
+                self._has_text, self._after_calls = True, False
             return Delta(content=piece.own)
+        if piece.field == MARKS and piece.text.strip() in self._around:
+            # Of a malformed call all marks are shown.
+            shown, self._after_calls = not self._after_calls, False
+            return Delta(content=piece.own if shown else "")
         if piece.field == UNOPENED and self._separates_reasoning:
             return Delta(content=self._space_of(piece))
         if piece.field in (*REASONING, UNOPENED):
-            if not self._separates_reasoning:
-                return Delta(content=piece.own)
-            return Delta(reasoning=piece.own if piece.kind == "text" else "")
+            return self._read_reasoning(piece, cut_off)
         if piece.field != CALLS:
             return Delta()
         if piece.kind == "open":
@@ -176,7 +205,7 @@ class MessageReader:
             # A call in the prompt does not belong to the message.
             return Delta()
         calls = self._calls(cut_off=cut_off and piece.kind == "end")
-        self._has_text = self._has_text or not calls
+        self._has_text, self._after_calls = self._has_text or not calls, bool(calls)
         return Delta("", "" if calls else text, tuple(calls))
 
     def _space_of(self, piece: RegionPiece) -> str:
@@ -185,45 +214,95 @@ class MessageReader:
         space = piece.text[len(mark) :] if self._has_text else ""
         return space[-len(piece.own) :] if piece.own else ""
 
+    def _read_reasoning(self, piece: RegionPiece, cut_off: bool) -> Delta:
+        if piece.kind == "open" and piece.field != UNOPENED:
+            self._think()
+        text, calls, thought = piece.own, list[ToolCall](), self._thought
+        if thought is not None and piece.kind == "text":
+            text = thought.add(text)
+        elif thought is not None and piece.kind in ("close", "end"):
+            rest, found = thought.end(closed=cut_off or piece.kind == "close")
+            calls, self._thought = [self._numbered(*function) for function in found], None
+            if self._separates_reasoning:
+                return Delta(rest, "", tuple(calls))
+            text = rest + text
+        if not self._separates_reasoning:
+            return Delta("", text, tuple(calls))
+        return Delta(reasoning=text if piece.kind == "text" else "")
+
+    def _think(self) -> None:
+        if self._template.calls is not None:
+            self._thought = Thought(self._response_template, self._schemas, self._valid)
+
     def _calls(self, *, cut_off: bool) -> list[ToolCall]:
         """Return the calls of the closed region; none if it is malformed."""
-        text = "".join(piece.text for piece in self._call[:-1])
-        try:
-            if self._call[-1].kind == "end" and not self._template.ends_itself:
-                raise ValueError("it may lack its end")
-            self._template.check_all_is_read("".join(piece.text for piece in self._call[1:-1]))
-            assert self._template.calls is not None
-            message = parse_response(text, self._template.calls, prefix="", tools=self._tools)
-            functions = [self._function(call) for call in _flat(message[CALLS])]
-            if not functions:
-                raise ValueError("there is none")
-        except _MALFORMED:
-            self.malformed += not cut_off
-            self.as_text += 1
-            return []
-        return [self._numbered(name, arguments) for name, arguments in functions]
+        functions = self._valid(self._call)
+        self.malformed += not functions and not cut_off
+        self.as_text += not functions
+        return [self._numbered(*function) for function in functions]
 
-    def _function(self, call: dict[str, Any]) -> tuple[str, str]:
-        """Return a call's name and arguments. Raises one of `_MALFORMED`."""
+    def _valid(self, call: list[RegionPiece]) -> list[_Function]:
+        """Return the functions of a complete call, of several ones between its marks; none if one
+        of them is malformed."""
+        text = "".join(piece.text for piece in call[:-1])
+        try:
+            if call[-1].kind == "end" and not self._template.ends_itself:
+                raise ValueError("it may lack its end")
+            body = "".join(piece.text for piece in call[1:-1])
+            self._template.check_all_is_read(body)
+            assert self._template.calls is not None
+            tools = None if self._template.has_texts else self._tools
+            message = parse_response(text, self._template.calls, prefix="", tools=tools)
+            texts = self._template.texts_in(body)
+            found = self._template.calls_in(message[CALLS])
+            return [self._function(each, texts) for each in _flat(found)]
+        except _MALFORMED:
+            return []
+
+    def _function(self, call: dict[str, Any], texts: Mapping[str, bool]) -> _Function:
+        """Raises one of `_MALFORMED`."""
         function = call.get("function", call)
         name = function["name"]
-        if name not in self._names:
+        if name not in self._schemas:
             raise ValueError("no tool has that name")
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = self._template.arguments_in(arguments, self._schemas[name])
         if not isinstance(arguments, dict):
             raise TypeError("the arguments are no object")
+        if self._template.has_texts:
+            arguments = _typed(arguments, self._schemas[name], texts)
         # In the form that models write, so that the history has the same tokens.
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # A lone surrogate is valid in JSON, and in no encoding.
         text.encode()
-        return name, text
+        given = call.get("id")
+        return _Function(name, text, given if isinstance(given, str) else "")
 
-    def _numbered(self, name: str, arguments: str) -> ToolCall:
-        call_id = xxh3_64_hexdigest(f"{self._seed}/{self.calls}".encode())
+    def _numbered(self, name: str, arguments: str, given: str) -> ToolCall:
+        if not 0 < len(given) <= _MOST_ID_CHARS or given in self._ids:
+            given = f"call_{xxh3_64_hexdigest(f'{self._seed}/{self.calls}'.encode())}"
+        self._ids.add(given)
         self.calls += 1
-        return ToolCall(self.calls - 1, f"call_{call_id}", name, arguments)
+        return ToolCall(self.calls - 1, given, name, arguments)
+
+
+def _typed(
+    arguments: Mapping[str, Any], schema: Mapping[str, Any], texts: Mapping[str, bool]
+) -> dict[str, Any]:
+    """Return arguments that are written as texts, with the values of the schema's types."""
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    found = {}
+    for name, value in arguments.items():
+        is_text = texts.get(name)
+        # Of an unknown argument the model alone can say that it is no text.
+        unknown = TYPES if is_text is False else TEXT
+        types = types_of(known[name], schema) if name in known else unknown
+        values = value if isinstance(value, list) else [value]
+        read = [value_of(each, types, is_text=is_text) for each in values]
+        found[name] = read if isinstance(value, list) else read[0]
+    return found
 
 
 def _joined(before: Delta, after: Delta) -> Delta:

@@ -6,7 +6,9 @@ call is shown as the model wrote it.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +19,9 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
-from .call_body import CallBody, check_all_is_read, new_body
+from .call_body import CallBody, check_all_is_read, names_in, new_body, texts_in
+from .elements import ELEMENTS, arguments_in
+from .own_bodies import PARSERS, parsed
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the reasoning in response templates."""
@@ -32,7 +36,9 @@ UNOPENED = "unopened"
 """The region of closing marks of reasoning where no reasoning is open. Transformers prefers the
 first name of several that open with the same mark."""
 
-_MARKS = "marks"
+MARKS = "marks"
+"""The region of closing marks of the text outside of all other regions."""
+
 _OUTSIDE = "outside"
 
 _MOST_CHARS = 4096
@@ -92,9 +98,34 @@ class RegionTemplate(NamedTuple):
         """Return the body of a call without text."""
         return new_body(self.content, self.content_args)
 
+    def calls_in(self, value: Any) -> Any:
+        """Return the calls in a body's value. Raises ValueError: it is not made of calls."""
+        kind = self.content_args.get("as")
+        return [parsed(kind, each) for each in value] if kind in PARSERS else value
+
+    def arguments_in(self, text: str, schema: Mapping[str, Any]) -> Any:
+        """Return the arguments that a text has. Raises ValueError."""
+        if self.content_args.get("as") == ELEMENTS:
+            return arguments_in(text, self.content_args["mark"], schema)
+        return json.loads(text)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the values in a call's body are texts, whatever their types."""
+        return self.content in ("xml-inline", "kv-lines")
+
     def check_all_is_read(self, body: str) -> None:
         """Raises ValueError: a part of a call's body would be ignored."""
         check_all_is_read(self.content, self.content_args, body)
+
+    def names_in(self, body: str) -> list[str]:
+        """Return the names of the values in a call's body, which are between tags."""
+        return names_in(self.content_args, body)
+
+    def texts_in(self, body: str) -> dict[str, bool]:
+        """Return whether each value in a call's body is text, by its name, where the body says
+        so."""
+        return texts_in(self.content, self.content_args, body)
 
 
 def region_template(response_template: dict[str, Any], *, with_calls: bool) -> RegionTemplate:
@@ -102,7 +133,7 @@ def region_template(response_template: dict[str, Any], *, with_calls: bool) -> R
     return _region_template(msgspec.json.encode(response_template), with_calls)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _region_template(encoded: bytes, with_calls: bool) -> RegionTemplate:
     given = msgspec.json.decode(encoded)
     anchor = {key: given[key] for key in given if key.startswith("start_anchor")}
@@ -110,7 +141,7 @@ def _region_template(encoded: bytes, with_calls: bool) -> RegionTemplate:
     fields = {name: _as_text(given["fields"][name]) for name in wanted}
     implicit = next((name for name in wanted if not _has(fields[name], "open")), "")
     if implicit:
-        fields |= {implicit: _as_text({})} | _marks(fields[implicit], _MARKS)
+        fields |= {implicit: _as_text({})} | _marks(fields[implicit], MARKS)
     else:
         fields[_OUTSIDE if CONTENT in fields else CONTENT] = _as_text({})
     # A mark that closes nothing is no text; another field that opens with it goes first.
@@ -123,14 +154,14 @@ def _region_template(encoded: bytes, with_calls: bool) -> RegionTemplate:
     template = load_response_template(anchor | {"fields": fields})
     closes = template.fields[CALLS].close_re if CALLS in wanted else None
     made = calls.fields[CALLS] if calls is not None else None
-    content = "" if made is None else made.content
+    content, args = ("", {}) if made is None else (made.content, made.content_args)
     return RegionTemplate(
         template,
         calls,
         any(map(_looks_back, fields.values())),
-        content == "json" or closes is None or closes.fullmatch("") is not None,
+        content == "json" or "as" in args or closes is None or closes.fullmatch("") is not None,
         content,
-        {} if made is None else made.content_args,
+        args,
     )
 
 

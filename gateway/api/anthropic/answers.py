@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, assert_never
 
 import msgspec
@@ -15,6 +15,7 @@ from ...serving.message_parts import MessageParts
 from ...serving.samples import session_usage
 from ...serving.times import time_usage
 from ...serving.tokenizer import Tokenizer, matched_stop
+from .signatures import signature_of
 
 Answer = dict[str, Any]
 
@@ -31,17 +32,19 @@ class ContentBlocks(Blocks[Answer]):
         return [self._event("start", content_block=self._block())]
 
     def grown(self, part: Addition) -> list[Answer]:
-        if part.kind == "reasoning" and not self._shows_thinking:
-            return []
         self.texts.append(part.text)
+        if self._hides:
+            return []
         name = "text" if part.kind == "text" else "thinking"
         return [self._delta(f"{name}_delta", name, part.text)]
 
     def closed(self, status: str) -> list[Answer]:
-        # Clients wait for a signature; none is checked here.
-        signature = [self._delta("signature_delta", "signature", "")]
-        events = [*(signature if self.kind == "reasoning" else []), self._event("stop")]
-        self.blocks.append(self._block())
+        block, events = self._block(), []
+        if self.kind == "reasoning":
+            # Clients wait for it.
+            events = [self._delta("signature_delta", "signature", block["signature"])]
+        events.append(self._event("stop"))
+        self.blocks.append(block)
         return events
 
     def called(self, call: ToolCall) -> list[Answer]:
@@ -55,10 +58,16 @@ class ContentBlocks(Blocks[Answer]):
         self.blocks.append(block | {"input": msgspec.Raw(call.arguments.encode())})
         return events
 
+    @property
+    def _hides(self) -> bool:
+        return self.kind == "reasoning" and not self._shows_thinking
+
     def _block(self) -> Answer:
         text = "".join(self.texts)
         if self.kind == "text":
             return {"type": "text", "text": text}
+        if self._hides:
+            return {"type": "thinking", "thinking": "", "signature": signature_of(text)}
         return {"type": "thinking", "thinking": text, "signature": ""}
 
     def _delta(self, kind: str, name: str, text: str) -> Answer:
@@ -75,6 +84,7 @@ class MessageWriter:
     Attributes:
         parts: The reader of the sample.
         counts_thinking: Whether the usage has the number of thinking tokens.
+        more: More fields of the message.
         shows_thinking: Whether thinking is shown.
     """
 
@@ -84,6 +94,7 @@ class MessageWriter:
     parts: MessageParts
     counts_thinking: bool
     shows_thinking: InitVar[bool]
+    more: Answer = field(default_factory=dict)
     _begun: bool = False
     _pinged: bool = False
 
@@ -94,7 +105,8 @@ class MessageWriter:
         """Return the whole message."""
         self._content.end(next(iter(completion.samples), None))
         usage = self._usage(completion)
-        return self._message(self._content.blocks, usage) | self._stop(completion)
+        ended = self._stop(completion) | self.more
+        return self._message(self._content.blocks, usage) | ended
 
     # --- events of a stream -------------------------------------------------------------------
 
@@ -107,7 +119,7 @@ class MessageWriter:
         events = self._events(self._content.end(next(iter(completion.samples), None)))
         usage = self._usage(completion)
         delta = {"type": "message_delta", "delta": self._stop(completion), "usage": usage}
-        return [*events, delta, {"type": "message_stop"}]
+        return [*events, delta | self.more, {"type": "message_stop"}]
 
     def _events(self, of_content: list[Answer]) -> list[Answer]:
         """Return events after the beginning; Anthropic's streams have a ping early on."""
@@ -158,7 +170,9 @@ class MessageWriter:
                     return "stop_sequence", matched
                 return ("tool_use" if self.parts.calls else "end_turn"), None
             case "length":
-                return "max_tokens", None
+                # Admission lowers the limit of a request to what the model's length leaves.
+                whole = len(sample.token_ids) < self.request.sampling.max_tokens
+                return ("model_context_window_exceeded" if whole else "max_tokens"), None
             case "abort":
                 # Aborted; clients may send it back to be continued.
                 return "pause_turn", None

@@ -10,29 +10,14 @@ from ....bus.public import KVSession
 from ....config import Int64
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import ANTHROPIC
-from ...serving.tools import DirectCaller
 
 Role = Literal["user", "assistant", "system"]
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
 Blocks = list[dict[str, Any]]
 
-_CACHE_MARK = {"cache_control": "prefixes are found without it"}
-_ONE_SPEED = "there is one; `priority` says more"
-
-
-class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool of the caller's."""
-
-    OPEN: ClassVar = True
-    NEUTRAL: ClassVar = _CACHE_MARK | {
-        "eager_input_streaming": "a call is sent when it is complete"
-    }
-
-    name: str
-    input_schema: dict[str, Any]
-    type: Literal["custom"] = "custom"
-    description: str = ""
-    strict: bool = False
-    allowed_callers: list[Literal["direct"]] = []
+CACHE_MARK = {"cache_control": "prefixes are found without it"}
+_BILLING = "nothing is billed here"
+_NOTHING_EXECUTED = "nothing is executed here; the model answers without"
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,27 +36,41 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
         display: Whether the answer has the text of thinking, or empty blocks.
     """
 
+    NEUTRAL: ClassVar = {"block_binding": "blocks of thinking are bound to no conversation"}
+
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Int64 | None = None
-    display: Literal["summarized", "omitted"] = "summarized"
+    display: Literal["summarized", "omitted", "updates"] = "summarized"
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The format of the answer, and the effort."""
 
+    REFUSED: ClassVar = {"task_budget": RefusedField("the model is shown no budget")}
+
     format: dict[str, Any] = {}
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
+
+
+class ContextManagement(msgspec.Struct, frozen=True, kw_only=True):
+    """Edits of the conversation before the model reads it."""
+
+    edits: list[dict[str, Any]] = []
 
 
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     """`/v1/messages/count_tokens`: the fields of which a prompt is made."""
 
-    NEUTRAL: ClassVar = _CACHE_MARK | {"output_format": "it does not change the prompt"}
-    REFUSED: ClassVar = {
-        "context_management": RefusedField("prompts are taken whole"),
-        "mcp_servers": RefusedField("nothing is called from here"),
-        "speed": RefusedField(_ONE_SPEED, (*EMPTY, "standard")),
+    NEUTRAL: ClassVar = CACHE_MARK | {
+        "betas": "fields of a beta are taken without it",
+        "anthropic_beta": "fields of a beta are taken without it",
+        "anthropic_version": "the header counts",
+        "compaction": "it does not change the prompt",
+        "mcp_servers": "nothing is called from here; the model answers without",
+        "output_format": "it does not change the prompt",
+        "speed": "there is one; `priority` says more",
     }
+    REFUSED: ClassVar[dict[str, RefusedField]] = {}
 
     model: str = ""
     messages: list[dict[str, Any]] | None = None
@@ -80,6 +79,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -87,14 +87,24 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`/v1/messages`."""
 
     SAMPLING: ClassVar = ANTHROPIC
-    NEUTRAL: ClassVar = _CACHE_MARK | {
-        "metadata": "the key, or without keys the header `X-Tenant`, says whose a request is"
+    NEUTRAL: ClassVar = {
+        name: why
+        for name, why in CountBody.NEUTRAL.items()
+        if name not in ("compaction", "output_format")
+    } | {
+        "billing_policy": _BILLING,
+        "container": _NOTHING_EXECUTED,
+        "fallback_credit_token": _BILLING,
+        "fallbacks": "they are for calls that a model declines by its policy",
+        "metadata": "the key, or without keys the header `X-Tenant`, says whose a request is",
+        "user_profile_id": _BILLING,
     }
-    REFUSED: ClassVar = CountBody.REFUSED | {
-        "container": RefusedField("nothing is executed"),
-        "diagnostics": RefusedField("nothing is compared with former calls"),
-        "inference_geo": RefusedField("it runs where it runs"),
-        "service_tier": RefusedField(_ONE_SPEED, (*EMPTY, "auto", "standard_only")),
+    REFUSED: ClassVar = {
+        "compaction": RefusedField("no conversation is summarised here"),
+        "inference_geo": RefusedField("it runs where it runs", (*EMPTY, "global")),
+        "service_tier": RefusedField(
+            "there is one; `priority` says more", (*EMPTY, "auto", "standard_only")
+        ),
         "thread": RefusedField("conversations are sent whole, and none is kept"),
     }
 
@@ -106,22 +116,46 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     cache_salt: str = ""
     kv_session: KVSession | None = None
     output_format: dict[str, Any] = {}
+    diagnostics: dict[str, Any] | None = None
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+class MessageConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings from a system message on."""
+
+    effort: Effort | None = None
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A message."""
+    """A message.
+
+    Attributes:
+        content: Only a system message may have none.
+        clear_at: Whether a system message is dropped once there is a later message of the user.
+        output_config: Settings of a system message.
+    """
 
     OPEN: ClassVar = True
 
     role: Role
-    content: str | Blocks
+    content: str | Blocks | None = None
+    clear_at: Literal["never", "next_user_message"] = "never"
+    output_config: MessageConfig = MessageConfig()
+
+
+class Citations(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the answer cites a document."""
+
+    REFUSED: ClassVar = {"enabled": RefusedField("no citations are written")}
 
 
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A block of text."""
 
     OPEN: ClassVar = True
-    NEUTRAL: ClassVar = _CACHE_MARK
+    NEUTRAL: ClassVar = CACHE_MARK | {"citations": "the model reads the text"}
 
     type: Literal["text"]
     text: str
@@ -150,14 +184,64 @@ class ImageBlock(msgspec.Struct, frozen=True, kw_only=True):
     """An image."""
 
     OPEN: ClassVar = True
-    NEUTRAL: ClassVar = _CACHE_MARK
+    NEUTRAL: ClassVar = CACHE_MARK
 
     type: Literal["image"]
     source: dict[str, Any]
 
 
+class DocumentFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file in base64."""
+
+    type: Literal["base64"]
+    data: str
+    media_type: str = ""
+
+
+class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
+    """A text."""
+
+    NEUTRAL: ClassVar = {"media_type": "it is text"}
+
+    type: Literal["text"]
+    data: str
+
+
+class DocumentBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of text and images."""
+
+    type: Literal["content"]
+    content: str | Blocks
+
+
+class DocumentBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A document."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARK
+
+    type: Literal["document"]
+    source: dict[str, Any]
+    title: str = ""
+    context: str = ""
+    citations: Citations = Citations()
+
+
+class SearchResultBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A result of a search, by the caller."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARK
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Blocks
+    citations: Citations = Citations()
+
+
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's thinking. The signature is ignored: clients may write such blocks."""
+    """The assistant's thinking; see `signatures`. Clients may write such blocks."""
 
     OPEN: ClassVar = True
 
@@ -179,22 +263,65 @@ class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call."""
 
     OPEN: ClassVar = True
-    NEUTRAL: ClassVar = _CACHE_MARK
+    NEUTRAL: ClassVar = CACHE_MARK | {"caller": "the call is the same"}
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any] = {}
-    caller: DirectCaller | None = None
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a tool call."""
 
     OPEN: ClassVar = True
-    NEUTRAL: ClassVar = _CACHE_MARK
+    NEUTRAL: ClassVar = CACHE_MARK
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Blocks = ""
     is_error: bool = False
+
+
+class ToolReferenceBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A deferred tool, offered from here on, in the result of a search for tools."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARK
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class ChangedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool by name, or by a definition as in `tools`."""
+
+    OPEN: ClassVar = True
+
+    type: Literal["tool_reference", "tool_definition"]
+    name: str = ""
+    definition: dict[str, Any] = {}
+
+
+class ToolChangeBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that is offered, or no longer offered, from here on."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARK
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: ChangedTool
+
+
+class CompactionBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A summary in place of all messages before it; None after a failure."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARK
+
+    type: Literal["compaction"]
+    content: str | None = None
+
+
+class LeftOutBlock(msgspec.Struct, frozen=True):
+    """A block of Anthropic's own tools, executed by its servers; its fields are not read."""

@@ -32,6 +32,9 @@ _REQUEST_ID = "Request-Id"
 # Anthropic's library asks for a stored conversation, and goes on without after this refusal.
 _THREAD = "thread"
 
+# Anthropic's clients look for these words, and then shorten the conversation.
+_TOO_LONG = "prompt is too long"
+
 # Statuses that differ from the gateway's other interfaces.
 _STATUS = {"unknown_model": 404}
 
@@ -41,7 +44,10 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
     status = _status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     param: str | None = getattr(error, "param", None)
-    body: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code}
+    message = error.message
+    if error.code == "prompt_too_long":
+        message = f"{_TOO_LONG}: {message}"
+    body: dict[str, Any] = {"type": kind, "message": message, "code": error.code}
     if param == _THREAD:
         body["details"] = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
     return {"type": "error", "error": body | {"param": param}, "request_id": call_id or None}

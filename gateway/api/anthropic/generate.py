@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ....bus.public import CompletionChunk, GenerateRequest
 from ....config import NanoInferenceError
+from ....text.messages import ToolUse
 from ...call import Call
 from ...server.http import (
     EventStream,
@@ -19,8 +20,10 @@ from ...server.http import (
     read_object,
 )
 from ...serving.begun_calls import BodyCall, keyed
-from ...serving.fields import Body, adapter_of, read_part
+from ...serving.chat_templates import Conversation
+from ...serving.fields import Body, read_part
 from ...serving.message_parts import MessageParts
+from ...serving.model_names import adapter_of
 from ...serving.prepared import (
     Prepared,
     about_tools,
@@ -32,15 +35,16 @@ from ...serving.samples import SampleChunks, stream_unsent
 from ...serving.services import Services
 from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
+from .conversation import read_conversation
+from .edits import Count, Edited, edit
 from .errors import error_event, named
 from .requests import (
     budget_of,
+    check_thinking,
     check_version,
-    conversation_of,
     read_messages,
     request_of,
     sampling_of,
-    use_of,
 )
 
 # Where nothing else is to be said.
@@ -58,10 +62,15 @@ class MessageCalls:
         services, body = self._services, await self._body(call)
         fields = read_part(body, CountBody)
         await services.served.check(fields.model, call.caller)
-        conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
+        check_thinking(fields)
         async with connected(call.cancelled):
-            tokens = await conversation_tokens(services, conversation, call.tenant)
-        return named(call, JsonResponse({"input_tokens": len(tokens)}))
+            edited, use = await self._conversation(call, fields)
+            count = self._count(call, use)
+            counted: Answer = {"input_tokens": await count(edited.conversation)}
+            if edited.applied is not None:
+                before = await count(edited.before)
+                counted["context_management"] = {"original_input_tokens": before}
+        return named(call, JsonResponse(counted))
 
     async def messages(self, call: Call) -> Response:
         check_version(call)
@@ -71,11 +80,13 @@ class MessageCalls:
         if isinstance(model := body.get("model"), str):
             await services.served.check(model, call.caller)
         fields = read_messages(body)
+        async with connected(call.cancelled):
+            edited, use = await self._conversation(call, fields)
         prepared = await prepare(
             call,
             services,
-            conversation_of(fields),
-            use_of(fields),
+            edited.conversation,
+            use,
             sampling_of(body, fields),
             reasoning_budget=budget_of(fields),
             budget_param="thinking.budget_tokens",
@@ -87,7 +98,7 @@ class MessageCalls:
         services.submissions.check_priority(call.caller, asked)
         begun = await services.keyed.begin(call, key, [asked])
         (asked,) = begun.requests
-        writer = await self._writer(asked, fields, prepared)
+        writer = await self._writer(asked, fields, prepared, edited)
         if fields.stream:
             return named(call, self._streamed(call, begun, writer, prepared))
         async with connected(call.cancelled), begun.attach() as attachment:
@@ -98,10 +109,28 @@ class MessageCalls:
     async def _body(self, call: Call) -> Body:
         return await read_object(call, self._services.config.gateway.max_body_bytes)
 
+    async def _conversation(self, call: Call, fields: CountBody) -> tuple[Edited, ToolUse]:
+        conversation, use = read_conversation(fields)
+        edited = await edit(conversation, fields.context_management, self._count(call, use))
+        return edited, use
+
+    def _count(self, call: Call, use: ToolUse) -> Count:
+        async def count(conversation: Conversation) -> int:
+            offered = replace(conversation, tools=use.usable)
+            return len(await conversation_tokens(self._services, offered, call.tenant))
+
+        return count
+
     async def _writer(
-        self, asked: GenerateRequest, fields: MessagesBody, prepared: Prepared
+        self, asked: GenerateRequest, fields: MessagesBody, prepared: Prepared, edited: Edited
     ) -> MessageWriter:
         services, reading = self._services, prepared.reading
+        more: Answer = {}
+        if edited.applied is not None:
+            more["context_management"] = {"applied_edits": edited.applied}
+        if fields.diagnostics:
+            # Of a difference to a former prompt, which is not kept.
+            more["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
         tokenizer = await services.tokenizer.required()
         thinking = fields.thinking
         parts = MessageParts(
@@ -121,6 +150,7 @@ class MessageCalls:
             parts,
             counts_thinking=reading is not None and reading.separates_reasoning,
             shows_thinking=thinking is None or thinking.display != "omitted",
+            more=more,
         )
 
     def _streamed(

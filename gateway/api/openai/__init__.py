@@ -13,7 +13,7 @@ from .errors import in_openai_words
 from .generate import GenerationCalls
 from .info import AdapterCalls, ModelInfoCalls
 from .render import RenderCalls
-from .responses import ID_PREFIX, ResponseCalls
+from .responses import ID_PREFIX, ConversationCalls, ResponseCalls
 from .sessions import SessionCalls
 
 
@@ -26,6 +26,8 @@ def openai_routes(
     render = RenderCalls(services)
     adapters = AdapterCalls(services)
     sessions = SessionCalls(services)
+    stored = responses.stored.conversations
+    conversations = ConversationCalls(services, stored, responses.resolved)
 
     def route(
         where: str, endpoint: Endpoint, of: CallName = "completions", needed: Needed = "generate"
@@ -56,10 +58,29 @@ def openai_routes(
         route("POST /v1/streams/{stream}/cancel", cancel),
         route("POST /v1/responses", responses.create, "responses"),
         route("POST /v1/responses/input_tokens", responses.input_tokens, "responses"),
+        route("POST /v1/responses/compact", responses.compact, "responses"),
         route("GET /v1/responses/{response_id}", responses.retrieve, "responses"),
         route("DELETE /v1/responses/{response_id}", responses.delete, "responses"),
         route("POST /v1/responses/{response_id}/cancel", responses.cancel, "responses"),
         route("GET /v1/responses/{response_id}/input_items", responses.items, "responses"),
+        route("POST /v1/conversations", conversations.create, "responses"),
+        route("GET /v1/conversations/{conversation_id}", conversations.retrieve, "responses"),
+        route("POST /v1/conversations/{conversation_id}", conversations.update, "responses"),
+        route("DELETE /v1/conversations/{conversation_id}", conversations.delete, "responses"),
+        route("GET /v1/conversations/{conversation_id}/items", conversations.items, "responses"),
+        route(
+            "POST /v1/conversations/{conversation_id}/items", conversations.add_items, "responses"
+        ),
+        route(
+            "GET /v1/conversations/{conversation_id}/items/{item_id}",
+            conversations.item,
+            "responses",
+        ),
+        route(
+            "DELETE /v1/conversations/{conversation_id}/items/{item_id}",
+            conversations.delete_item,
+            "responses",
+        ),
         route("GET /v1/models", info.models, needed="read"),
         route("GET /v1/models/{model:path}", info.model, needed="read"),
         route("POST /tokenize", info.tokenize),

@@ -191,6 +191,33 @@ class CompletionBody(TextBody, frozen=True, kw_only=True):
     add_special_tokens: bool = True
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether to reason, as in the interfaces of DeepSeek, GLM and Kimi."""
+
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("clear_thinking", "keep"),
+        "the chat template decides which reasoning of a history it shows",
+    )
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Budget | None = None
+
+    @property
+    def on(self) -> bool | None:
+        return None if self.type == "auto" else self.type != "disabled"
+
+
+class ReasoningRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat's reasoning, as in the interfaces of OpenRouter and Together."""
+
+    NEUTRAL: ClassVar = {"summary": "the reasoning itself is returned"}
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool = False
+    max_tokens: Budget | None = None
+
+
 class ChatBody(TextBody, frozen=True, kw_only=True):
     """`/v1/chat/completions`."""
 
@@ -227,9 +254,26 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    reasoning: ReasoningRequest | None = None
     thinking_token_budget: Budget | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
+
+    @property
+    def budget(self) -> tuple[str, int | None]:
+        """The most tokens of reasoning, after the field that has them."""
+        thinking, reasoning = self.thinking, self.reasoning
+        if thinking is not None and thinking.budget_tokens is not None:
+            return "thinking.budget_tokens", thinking.budget_tokens
+        if reasoning is not None and reasoning.max_tokens is not None:
+            return "reasoning.max_tokens", reasoning.max_tokens
+        return "thinking_token_budget", self.thinking_token_budget
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning and not (self.reasoning and self.reasoning.exclude)
 
 
 class GenerateBody(StreamedBody, frozen=True, kw_only=True):
@@ -268,6 +312,12 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored conversation."""
+
+    id: str
+
+
 class ResponseBody(RequestBody, frozen=True, kw_only=True):
     """`/v1/responses`."""
 
@@ -283,12 +333,8 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
         | {
             "background_options": RefusedField("there is one speed; `priority` says more"),
             "context_management": RefusedField("prompts are taken whole"),
-            "conversation": RefusedField(
-                "there are no conversations by name; `previous_response_id` goes on with one"
-            ),
             "moderation": _MODERATION,
             "prompt": RefusedField("there are no prompts by name; send `input`"),
-            "truncation": RefusedField("prompts are taken whole", (*EMPTY, "disabled")),
         }
     )
 
@@ -300,18 +346,26 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None
+    conversation: str | NamedConversation | None = None
     kv_session: KVSession | None = None
     metadata: dict[str, str] = {}
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     structured_outputs: dict[str, Any] = {}
     text: TextOptions = TextOptions()
+    truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: Budget | None = None
+
+    @property
+    def conversation_id(self) -> str:
+        """The id of its conversation; "" for none."""
+        given = self.conversation
+        return given.id if isinstance(given, NamedConversation) else given or ""
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -381,6 +435,7 @@ class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    reasoning_text: str | None = None
     refusal: str | None = None
     function_call: CalledFunction | None = None
     thinking_blocks: list[Thought] | None = None
@@ -451,6 +506,14 @@ class Document(msgspec.Struct, frozen=True):
 
 class RerankBody(EmbeddingCommon, frozen=True, kw_only=True):
     """`/rerank`."""
+
+    NEUTRAL: ClassVar = EmbeddingCommon.NEUTRAL | {
+        "max_chunks_per_doc": "documents are not divided",
+    }
+    REFUSED: ClassVar = EmbeddingCommon.REFUSED | {
+        "max_tokens_per_doc": RefusedField("documents are taken whole"),
+        "rank_fields": RefusedField("a document's `text` alone is compared", (*EMPTY, ["text"])),
+    }
 
     query: str = ""
     documents: list[str | dict[str, Any]] | None = None

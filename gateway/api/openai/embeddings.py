@@ -17,7 +17,8 @@ from ....pipeline.scoring import EmbeddedPrompt
 from ...call import Call
 from ...server.http import Response, field_error, read_object
 from ...serving.embedding import EmbedCall, Prompt, answer_embedded, similarity
-from ...serving.fields import adapter_of, engine_priority, read_part
+from ...serving.fields import engine_priority, read_part
+from ...serving.model_names import adapter_of
 from ...serving.services import Services
 from .bodies import Document, EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
 from .requests import prompts_of

@@ -62,13 +62,15 @@ async def prepared_chat(
     call: Call, services: Services, wanted: ChoicesCall, fields: ChatBody
 ) -> Prepared:
     """Prepare a chat; as `prepare`."""
+    budget_param, budget = fields.budget
     return await prepare(
         call,
         services,
         conversation_of(fields),
         tool_use(fields),
         wanted.sampling,
-        reasoning_budget=fields.thinking_token_budget,
+        reasoning_budget=budget,
+        budget_param=budget_param,
         separates_reasoning=fields.separate_reasoning,
     )
 

@@ -22,11 +22,13 @@ from ...server.http import (
     field_error,
     read_object,
 )
-from ...serving.fields import adapter_of, read_part
+from ...serving.fields import read_part
 from ...serving.lane_state import unknown_model
+from ...serving.model_names import adapter_of
 from ...serving.prepared import conversation_tokens
 from ...serving.services import Services
 from .bodies import DetokenizeBody, TokenizeBody
+from .catalog import models_response
 from .messages import chat_tools, conversation_of
 
 _MOST_BYTES = 1 << 16
@@ -42,7 +44,7 @@ class ModelInfoCalls:
         self._created = int(time.time())
 
     async def models(self, call: Call) -> Response:
-        return JsonResponse({"object": "list", "data": await self.cards(call.caller)})
+        return models_response(call, await self.cards(call.caller))
 
     async def cards(self, caller: Caller) -> list[dict[str, Any]]:
         """Return the cards of the model and its adapters that a caller may use."""

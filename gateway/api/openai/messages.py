@@ -15,7 +15,7 @@ from ....text.conversation import arguments_of as called_with
 from ....text.conversation import check_results
 from ....text.messages import Tool, ToolUse, tool_of, tools_of
 from ...server.http import field_error
-from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
+from ...serving.chat_templates import Conversation, Reasoning, Turn, reasoning_of_effort
 from ...serving.fields import read_part
 from ...serving.images import content_of as joined_content
 from ...serving.images import image_part, of_url, sources_in, text_part, unsupported_here
@@ -66,8 +66,35 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         continue_final_message=body.continue_final_message,
         variables=_variables(body),
         may_be_longer=getattr(body, "truncate_prompt_tokens", None) is not None,
-        reasoning=reasoning_of_effort(body.reasoning_effort, "reasoning_effort"),
+        reasoning=_requested_reasoning(body),
     )
+
+
+def _requested_reasoning(body: ChatBody | TokenizeBody) -> Reasoning | None:
+    """Return a chat's request for reasoning, which has several names.
+
+    Raises:
+        FieldError: Two fields contradict each other.
+    """
+    effort, effort_param = body.reasoning_effort, "reasoning_effort"
+    if not isinstance(body, ChatBody):
+        return reasoning_of_effort(effort, effort_param)
+    if effort is None and body.reasoning is not None:
+        effort, effort_param = body.reasoning.effort, "reasoning.effort"
+    asked = {
+        "enable_thinking": body.enable_thinking,
+        "thinking": body.thinking.on if body.thinking else None,
+        "reasoning": body.reasoning.enabled if body.reasoning else None,
+        effort_param: False if effort == "none" else None,
+    }
+    asked = {param: on for param, on in asked.items() if on is not None}
+    if len(set(asked.values())) > 1:
+        param, *others = asked
+        raise field_error(param, f"says otherwise than {' and '.join(others)}; give one of them")
+    if not asked or effort_param in asked:
+        return reasoning_of_effort(effort, effort_param)
+    param, on = next(iter(asked.items()))
+    return Reasoning(on=on, effort=effort, on_param=param, effort_param=effort_param)
 
 
 def _variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
@@ -130,6 +157,7 @@ def _reasoning_of(message: OpenAIMessage, thoughts: Sequence[Thought]) -> str:
     return (
         message.reasoning_content
         or message.reasoning
+        or message.reasoning_text
         or _joined(thoughts)
         or _joined(message.thinking_blocks or ())
         # Programs collect the pieces of a stream in this list.

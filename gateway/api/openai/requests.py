@@ -14,7 +14,8 @@ from ....text.messages import Reading
 from ...server.http import FieldError, field_error
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
-from ...serving.fields import Body, adapter_of, engine_priority, ignore, read_part
+from ...serving.fields import Body, engine_priority, ignore, read_part
+from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
 
@@ -247,7 +248,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
         sampling=sampling,
         logprobs=logprobs,
         reasoning_field=config.gateway.reasoning_field,
-        include_reasoning=fields.include_reasoning,
+        include_reasoning=fields.shows_reasoning,
         before=_last_text(fields) if fields.echo else "",
     )
     _check_number(call.n, 1, config.gateway.max_prompts)

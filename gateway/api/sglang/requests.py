@@ -14,8 +14,9 @@ from ....config import Config, Constraint, Int64, RequestError, SamplingParams
 from ...call import Call
 from ...server.http import convert, read_object
 from ...serving.constraints import of_grammar, the_one
-from ...serving.fields import Body, adapter_of, convert_part, read_part
+from ...serving.fields import Body, RefusedField, convert_part, read_part
 from ...serving.lane_state import unknown_model
+from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import SGLANG, read_sampling
 
 _MODEL = "model"
@@ -53,15 +54,36 @@ class SGLangBody(msgspec.Struct, frozen=True):
             "background",
             "conversation_id",
             "custom_labels",
+            "data_parallel_rank",
             "external_trace_header",
+            "kv_router_hint",
             "log_metrics",
             "no_logs",
             "received_time",
+            "routed_dp_rank",
             "routing_key",
             "session_id",
         ),
         ROUTED_OR_LOGGED,
-    )
+    ) | {"modalities": "of images, of which there are none"}
+    REFUSED: ClassVar = {
+        **dict.fromkeys(
+            ("image_data", "audio_data", "video_data", "input_embeds"),
+            RefusedField("a prompt is text or tokens; send images to `/v1/chat/completions`"),
+        ),
+        **dict.fromkeys(
+            ("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+            RefusedField("nothing is handed to other servers"),
+        ),
+        "cache_salt": RefusedField("give `extra_key`"),
+        "custom_logit_processor": RefusedField("no code of callers runs here"),
+        "max_thinking_tokens": RefusedField("give `thinking_token_budget` to a chat"),
+        "return_entropy": RefusedField("logprobs alone are returned"),
+        "return_hidden_states": RefusedField("hidden states stay in the engine"),
+        "return_routed_experts": RefusedField("experts are not reported"),
+        "session_params": RefusedField("a prompt is sent whole; prefixes are cached"),
+        "token_ids_logprob": RefusedField("give `top_logprobs_num`"),
+    }
 
     rid: str | list[str] | None = None
     text: str | list[str] | None = None
@@ -84,7 +106,14 @@ class SGLangSampling(msgspec.Struct, frozen=True):
     """`sampling_params` of `/generate`: SGLang's SamplingParams."""
 
     SAMPLING: ClassVar = SGLANG
-    NEUTRAL: ClassVar = {"spaces_between_special_tokens": "only for slow tokenizers"}
+    NEUTRAL: ClassVar = {
+        "custom_params": "only custom logit processors read them",
+        "spaces_between_special_tokens": "only for slow tokenizers",
+    }
+    REFUSED: ClassVar = {
+        "stop_regex": RefusedField("give texts in `stop`"),
+        "structural_tag": RefusedField("give `json_schema`, `regex` or `ebnf`"),
+    }
 
     n: Int64 = 1
     skip_special_tokens: bool = True

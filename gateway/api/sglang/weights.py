@@ -13,11 +13,12 @@ import msgspec
 
 from ....bus.control import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
-from ....config import Int64, NanoInferenceError, RequestError
+from ....config import Int64, NanoInferenceError, RequestError, field_error, shown
 from ....config.temporary import temporary_folder
 from ...call import Call
 from ...server.http import JsonResponse, Response, decode_object, error_response
-from ...serving.fields import read_part
+from ...serving.fields import RefusedField, read_part
+from ...serving.model_names import alias_of
 from ...serving.services import Services
 from .requests import read_sglang_object
 from .sync import WeightSync
@@ -67,6 +68,10 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of all updates."""
 
     NEUTRAL: ClassVar = _NEUTRAL
+    REFUSED: ClassVar = {
+        "is_async": RefusedField("an update is answered when it is in place"),
+        "manifest": RefusedField("the tensors are named in the call or in their file"),
+    }
 
     weight_version: str | None = None
     abort_all_requests: bool = False
@@ -262,6 +267,12 @@ class WeightCalls:
     async def load_adapter(self, call: Call) -> Response:
         """Load an adapter; a loaded one of that name gets new weights."""
         body = await self._read(call, LoadLoraBody)
+        if target := alias_of(body.lora_name, self._services.config.gateway.model_aliases):
+            raise field_error(
+                "lora_name",
+                f"is {shown(body.lora_name)}, which gateway.model_aliases serves as "
+                f"{shown(target)}; give the adapter another name",
+            )
         loading = self._client.load_adapter(body.lora_name, body.lora_path)
         return await self._adapter_outcome(loading, body.lora_name, loaded=True)
 

@@ -49,7 +49,7 @@ from .system_memory import use_huge_pages
 if TYPE_CHECKING:
     from .media import MediaEncoder
     from .mixers.find import Mixers
-    from .quantized_loading import Plan
+    from .quantization.loading import Plan
     from .ranks.pipelining import PipelineRank
     from .state.kinds import IndexKeys
 
@@ -302,7 +302,7 @@ def _load_weights(
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     source: Path | None = folder
     if (folder / LINK).is_file():
-        from .gguf_loading import options_of
+        from .quantization.gguf import options_of
 
         dtype = hf_config.dtype if dtype == "auto" else dtype
         plan, own = options_of(folder, hf_config, config, auto, dtype)  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ def _plan_of(
     stored = any(getattr(each, "quantization_config", None) is not None for each in parts)
     if config.quantization == "auto" and not stored and not any(map(is_coded, files)):
         return None
-    from .stored_codes import plan_of
+    from .quantization.stored import plan_of
 
     return plan_of(config, hf_config, folder, files)
 

@@ -224,7 +224,7 @@ def shard_model(
         sharded = shard_module(module.get_submodule(name), style, layout)
         setattr(module.get_submodule(parent_name), own_name, sharded)
     if config is not None and config.quantization != "auto":
-        from .quantized_shards import put_empty_codes
+        from .quantization.shards import put_empty_codes
 
         put_empty_codes(module, whole, config, absent)
     output, embedding = method_of(module.get_output_embeddings()), module.get_input_embeddings()

@@ -15,12 +15,14 @@ from starlette.routing import Route
 from nano_inference.config import field_name
 from nano_inference.config.sampling import PARAMETERS
 from nano_inference.gateway.api.anthropic.bodies import CountBody, MessagesBody
+from nano_inference.gateway.api.ollama.bodies import BODIES as OLLAMA_BODIES
 from nano_inference.gateway.api.openai.bodies import BODIES
 from nano_inference.gateway.api.sglang.requests import SGLangSampling
 from nano_inference.gateway.server.http import FieldError
 from nano_inference.gateway.serving.fields import check_fields, collect_ignored, read_part
 from nano_inference.gateway.serving.sampling_fields import (
     ANTHROPIC,
+    OLLAMA,
     SGLANG,
     TEXT_SAMPLING,
     VLLM,
@@ -33,6 +35,7 @@ Bodies = Mapping[str, type[msgspec.Struct]]
 INTERFACES: dict[str, Bodies] = {
     "openai": {**BODIES},
     "anthropic": {"messages": MessagesBody, "count_tokens": CountBody},
+    "ollama": OLLAMA_BODIES,
 }
 WRITER = runpy.run_path(str(DOCS / "write_compatibility.py"))
 READ_FROM_BODIES: list[type[msgspec.Struct]] = WRITER["all_structs"]()
@@ -162,6 +165,7 @@ CALLS: list[tuple[str, dict[str, Any], str, Mapping[str, str]]] = [
     ("/inference/v1/generate", {"token_ids": [5]}, "sampling_params", VLLM),
     ("/generate", {"text": "a"}, "sampling_params", SGLANG),
     ("/v1/messages", {"messages": HELLO}, "", ANTHROPIC),
+    ("/api/chat", {"messages": HELLO}, "options", OLLAMA),
 ]
 
 
@@ -173,7 +177,7 @@ async def test_each_field_reaches_the_engine(
     # Lower priorities are earlier for vLLM, and later for SGLang.
     fields = {"priority": -2 if is_sglang else 2, "budget_ms": 60_000}
     fields |= {"extra_key" if is_sglang else "cache_salt": "s"}
-    samples = {"n": 2} if within or "completions" in path else {}
+    samples = {"n": 2} if within.startswith("sampling") or "completions" in path else {}
     given = {name: GIVEN[own] for name, own in names.items()} | samples
     answer = await http.post(path, json=body | fields | ({within: given} if within else given))
     assert answer.status_code == 200, answer.text

@@ -135,6 +135,24 @@ INTERFACES = {
         lambda answer: answer["stop_reason"],
         lambda event: only("message_delta", event, "delta", "stop_reason"),
     ),
+    "ollama's chats": Interface(
+        "/api/chat",
+        {"messages": CHAT, "stream": False, "logprobs": True, "top_logprobs": 1},
+        {"messages": [{"role": "user", "content": "b\u00adad"}]},
+        lambda answer: answer["message"]["content"],
+        lambda event: event["message"]["content"],
+        lambda answer: answer["done_reason"],
+        lambda event: event.get("done_reason"),
+    ),
+    "ollama's prompts": Interface(
+        "/api/generate",
+        {"prompt": "a", "stream": False},
+        {"prompt": "WORSE"},
+        lambda answer: answer["response"],
+        lambda event: event["response"],
+        lambda answer: answer["done_reason"],
+        lambda event: event.get("done_reason"),
+    ),
     "generate": GENERATE,
     "generate, special tokens": GENERATE._replace(
         body={"text": "a", "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True}},
@@ -374,7 +392,7 @@ def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config
         /abort_request /tokenize /detokenize /encode /v1/embeddings /score /v1/score /rerank
         /v1/rerank /v1/messages/count_tokens /v1/responses/input_tokens
         /v1/responses/{response_id}/cancel /v1/streams/{stream}/cancel /v1/kv_sessions/{session}
-        /v1/replay/{id} /admin/operations/kv_session
+        /v1/replay/{id} /admin/operations/kv_session /api/embed /api/embeddings
     """
     known |= {*no_answers.split(), *(each for each in posts if "sharedmemory" in each)}
     assert posts == known

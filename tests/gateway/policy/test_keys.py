@@ -37,7 +37,7 @@ def test_every_route_declares_its_scope(app: GatewayApp) -> None:
     kserve.add("/v2/models/{model}/versions/{version}/ready")
     probes = {"/livez", "/healthz", "/readyz", "/progressz", "/health"}
     console = {"/console", "/console/", "/console/static/{file}"}  # not its data
-    assert free == {"/", "/version", *probes, *kserve, *console}
+    assert free == {"/", "/version", "/api/version", *probes, *kserve, *console}
 
 
 @pytest.mark.parametrize("scope", SCOPES)

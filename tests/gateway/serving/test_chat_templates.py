@@ -24,7 +24,9 @@ from nano_inference.gateway.serving.chat_templates import (
     reasoning_of_effort,
     reasoning_variables,
 )
+from nano_inference.gateway.serving.fields import collect_ignored
 from nano_inference.gateway.serving.tokenizer import LazyTokenizer
+from nano_inference.text.chat_template import TemplateWorkers
 from nano_inference.text.messages import Tool
 
 from ..fake import FakeEngine, app_of
@@ -66,7 +68,8 @@ class Model:
         if template is not None:
             path.write_text(template)
         self.tokenizer = LazyTokenizer(self.folder)
-        return ChatTemplates(self.tokenizer, _length, timeout_s, capacity())
+        workers = TemplateWorkers(chat_templates.AT_ONCE, timeout_s)
+        return ChatTemplates(self.tokenizer, _length, workers, capacity())
 
     async def text(self, template: str, conversation: Conversation) -> str:
         found = (await self.with_template(template).render(conversation, TENANT)).token_ids
@@ -90,6 +93,11 @@ async def test_a_conversation_without_a_template_is_refused(model: Model) -> Non
     assert await refused(model.with_template(None)) == "no_chat_template"
 
 
+async def test_a_template_that_loops_over_tools_serves_calls_without_tools(model: Model) -> None:
+    template = "{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}"
+    assert await model.text(template, Conversation(turns=HELLO)) == HELLO[0]["content"]
+
+
 @pytest.mark.parametrize(
     ("template", "code"),
     [
@@ -104,23 +112,6 @@ async def test_a_conversation_without_a_template_is_refused(model: Model) -> Non
 )
 async def test_a_template_that_fails(model: Model, template: str, code: str) -> None:
     assert await refused(model.with_template(template)) == code
-
-
-ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}({{ m.content }}){% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [(ALTERNATING, "(hello\n\nhello)"), (ALTERNATING[:23] + "({{ m.content }}){% endfor %}", "")],
-)
-async def test_messages_of_one_role_are_joined_only_for_a_template_that_refuses_them(
-    model: Model, template: str, text: str
-) -> None:
-    found = await model.text(template, Conversation(turns=HELLO * 2))
-    assert found == (text or "(hello)(hello)")
 
 
 @pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO, SLOW_C_CALL])
@@ -217,7 +208,9 @@ async def test_the_opening_of_the_answer_is_returned(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    templates = ChatTemplates(LazyTokenizer(model.folder, "qwen"), _length, LIMIT_S, capacity())
+    workers = TemplateWorkers(chat_templates.AT_ONCE, LIMIT_S)
+    lazy = LazyTokenizer(model.folder, "qwen")
+    templates = ChatTemplates(lazy, _length, workers, capacity())
     rendered = await templates.render(
         Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
     )
@@ -271,10 +264,12 @@ def refusal_of(*given: Any) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize("always", [True, False])
-def test_an_unread_effort_is_refused(always: bool) -> None:
+def test_an_unread_effort_is_neutral(always: bool) -> None:
     """Also of a model that always reasons: how much can't be said to it."""
+    ignored = collect_ignored()
     effort = reasoning_of_effort("low", "reasoning.effort")
-    assert refusal_of(effort, {}, ALWAYS, always) == ("unsupported", "reasoning.effort")
+    assert reasoning_variables(effort, {"a": 1}, ALWAYS, always) == {"a": 1}
+    assert list(ignored) == ["reasoning.effort"]
 
 
 ON = Reasoning(on=True, on_param="thinking.type", effort_param="output_config.effort")
@@ -283,12 +278,24 @@ ON = Reasoning(on=True, on_param="thinking.type", effort_param="output_config.ef
 def test_a_model_that_always_reasons_needs_no_variable() -> None:
     assert reasoning_variables(ON, {}, ALWAYS, always=True) == {}
     assert reasoning_variables(ON, {}, GPT_OSS, always=False) == {}
-    assert refusal_of(ON, {}, ALWAYS, False) == ("unsupported", "thinking.type")
+    ignored = collect_ignored()
+    assert reasoning_variables(ON, {}, ALWAYS, always=False) == {}
+    assert list(ignored) == ["thinking.type"]
+
+
+def test_a_model_that_always_reasons_goes_on_when_asked_not_to() -> None:
+    asked = reasoning_of_effort("none", "reasoning_effort")
+    for always, named in ((True, ["reasoning_effort"]), (False, [])):
+        ignored = collect_ignored()
+        assert reasoning_variables(asked, {}, ALWAYS, always=always) == {}
+        assert list(ignored) == named
 
 
 def test_an_effort_beside_a_switch_is_not_the_switch() -> None:
+    ignored = collect_ignored()
     asked = msgspec.structs.replace(ON, effort="low")
-    assert refusal_of(asked, {}, QWEN, True) == ("unsupported", "output_config.effort")
+    assert reasoning_variables(asked, {}, QWEN, always=True) == {"enable_thinking": True}
+    assert list(ignored) == ["output_config.effort"]
     found = reasoning_variables(asked, {}, BOTH, always=True)
     assert found == {"enable_thinking": True, "reasoning_effort": "low"}
 

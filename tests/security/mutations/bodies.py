@@ -52,9 +52,9 @@ def one(kind: str, interface: Interface, body: bytes, wanted: Wanted) -> Case:
     return Case(kind, interface.path, (interface.call(body),), (wanted,))
 
 
-def taken(interface: Interface, *, stream: bool = False, same: bool | None = True) -> Wanted:
-    """The answer to a body that is taken."""
-    last = interface.last if stream else ""
+def taken(interface: Interface, *, stream: bool | None = None, same: bool | None = True) -> Wanted:
+    """The answer to a body that is taken. `stream`: None for the endpoint's default."""
+    last = interface.last if (interface.streams if stream is None else stream) else ""
     return Wanted(status=interface.status, last=last, same=same)
 
 
@@ -68,7 +68,7 @@ def fields_changed(rng: random.Random, interfaces: Interfaces) -> Case:
     body = json.loads(usual(interface))
     refusals: Refusals = frozenset()
     groups: set[str] = set()
-    same, stream = True, False
+    same, stream = True, None
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         field = rng.choice(interface.fields + interface.sampling)
         within = interface.within if field in interface.sampling else ""
@@ -83,7 +83,7 @@ def fields_changed(rng: random.Random, interfaces: Interfaces) -> Case:
             groups |= {each.group for each in interface.sampling}
         refusals |= found
         same &= not moves
-        stream |= field.name == "stream" and value is True
+        stream = value if field.name == "stream" else stream
     wanted = refusal(interface, refusals)
     if not refusals:
         wanted = taken(interface, stream=stream, same=same)

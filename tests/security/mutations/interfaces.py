@@ -71,6 +71,7 @@ class Interface(NamedTuple):
         last: As `Wanted.last`, of its streams.
         method: By which it is called; `others` are those of other endpoints at its path.
         status: Status of its answers.
+        streams: Whether its answers are streams, unless a body asks for none.
     """
 
     path: str
@@ -86,6 +87,7 @@ class Interface(NamedTuple):
     method: bytes = b"POST"
     others: tuple[bytes, ...] = ()
     status: int = 200
+    streams: bool = False
 
     def head(self, headers: Headers) -> bytes:
         """That of a call, with these headers."""
@@ -264,7 +266,7 @@ CHAT = Interface(
         Field("parallel_tool_calls", (), (True, False, None), BOOL),
         Field("include_reasoning", (), (True, False, None), BOOL),
         Field("separate_reasoning", (), (True, False, None), BOOL),
-        Field("reasoning_effort", (), ("none", None), (1, True, [], "", "x"), ("low",), NONE),
+        Field("reasoning_effort", (), ("none", "low", None), (1, True, [], "", "x")),
         Field("thinking_token_budget", (), (None,), (*INT, -1), (0, 5), NONE),
         Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
@@ -362,8 +364,8 @@ MESSAGES = Interface(
         Field("messages", (), (), ([],), group="messages"),
     ),
     shape="anthropic",
-    unsupported=("tools", "mcp_servers", "container", "thinking", "output_format"),
-    neutral=("metadata", "cache_control"),
+    unsupported=("tools", "compaction", "thread", "thinking", "output_format"),
+    neutral=("metadata", "cache_control", "mcp_servers", "container", "speed"),
     needed=(("messages", "invalid_request"), ("max_tokens", "invalid_request")),
     last="event: message_stop",
 )
@@ -372,8 +374,8 @@ COUNT = Interface(
     {"messages": HELLO},
     (MODEL._replace(refusals=refused("unknown_model", 404)), TALKS, KWARGS),
     shape="anthropic",
-    unsupported=("tools", "mcp_servers", "max_tokens", "colour"),
-    neutral=("cache_control",),
+    unsupported=("tools", "max_tokens", "colour"),
+    neutral=("cache_control", "mcp_servers", "compaction"),
     needed=(("messages", "invalid_request"),),
 )
 TOKENIZE = Interface(
@@ -398,6 +400,66 @@ DETOKENIZE = Interface(
     ),
     unsupported=("colour", "prompt"),
     needed=(("tokens", "invalid_request"),),
+)
+NO_TALKS: tuple[Any, ...] = (
+    *(1, "a", {}, True, [1], ["a"], [None], [[]], [{}], [{"content": "a"}]),
+    *([{"role": role, "content": "a"}] for role in ("robot", "", 1, [], "r" * 1000)),
+    *([{"role": "user", "content": content}] for content in (1, True, {}, [1], ["a"], DEEP)),
+)
+OLLAMA_MODEL = MODEL._replace(refusals=refused("unknown_model", 404))
+OLLAMA_MODEL = OLLAMA_MODEL._replace(same=("tiny", "tiny:latest", "", None))
+OLLAMA_FIELDS = (
+    *(OLLAMA_MODEL, STREAM, *COMMON, flag("logprobs", "top")),
+    Field("top_logprobs", (), (0, None), (*INT, 1, 5), group="top"),
+    Field("format", ("json", {"type": "object"}), ("", None), (1, True, [], "yaml")),
+    Field("think", (), (None,), (0, 1, "x", "", [], {})),
+    Field("keep_alive", (), ("5m", "-1s", 0, -1, 300, "0", None), ([], {}, True, "5x", "", "1")),
+    Field("options", (), (), OBJECT, group="within"),
+)
+OLLAMA_OPTIONS = (
+    *(TEMPERATURE, MIN_P, STOP, *PENALTIES[:2]),
+    PENALTIES[2]._replace(name="repeat_penalty"),
+    TOP_P._replace(moves=(0.5, 1e-9, 1), same=(0.9, None)),
+    TOP_K._replace(moves=(2, 5, -1, 0, 2**40), same=(40, None)),
+    SEED._replace(moves=SEED.moves[2:], same=(-1, None)),
+    LENGTH._replace(
+        name="num_predict",
+        moves=(1, 3, 10**6, 2**62, -1, -2, None),
+        outside=(0, -3, -(2**63)),
+        refusals=refused("invalid_max_tokens"),
+    ),
+    Field("num_ctx", (), (1, 4096, 10**30, "a", None), ()),
+    Field("mirostat", (), (0, None), (), (1, 2, "a"), refused("unsupported")),
+    Field("tfs_z", (), (0, 1, 1.0, None), (), (0.5, "a"), refused("unsupported")),
+)
+OLLAMA_CHAT = Interface(
+    "/api/chat",
+    {"messages": HELLO, "options": {"num_predict": 4} | GREEDY},
+    (
+        *OLLAMA_FIELDS,
+        Field("messages", (TALK,), ([{"role": "USER", "content": "98 + 25 ="}],), NO_TALKS),
+        Field("tools", (), ([], None), (1, "a", {}, True, [1], ["a"]), BAD_TOOLS[:5], NO_TOOL),
+    ),
+    shape="ollama",
+    within="options",
+    sampling=OLLAMA_OPTIONS,
+    unsupported=("template", "raw", "prompt", "shift", "response_format", "_debug_render_only"),
+    neutral=("truncate",),
+    last="done",
+    streams=True,
+)
+OLLAMA_GENERATE = OLLAMA_CHAT._replace(
+    path="/api/generate",
+    body={"prompt": "98 + 25 =", "options": {"num_predict": 4} | GREEDY},
+    fields=(
+        *OLLAMA_FIELDS,
+        Field("prompt", ("é\U0001f600\x00", "b"), (), (1, True, {}, ["a"], [1]), group="prompt"),
+        Field("prompt", (), (), (), (LONG,), refused("prompt_too_long"), "prompt"),
+        Field("system", ("be short",), ("", None), TEXT),
+        Field("context", ([5, 6],), ([], None), IDS, ([10**6],), refused("invalid_token_ids")),
+        Field("images", (), ([], None), (1, "a", {}, [1])),
+    ),
+    unsupported=("template", "suffix", "messages", "tools", "width"),
 )
 NO_TENSOR = refused("invalid_tensor")
 NO_PARAMETER: tuple[Any, ...] = ([], {}, [1], {"a": 1}, None, 2**64)
@@ -434,5 +496,5 @@ INDEX = Interface(
 
 INTERFACES = (
     *(COMPLETIONS, CHAT, RESPONSES, TOKENS, SGLANG, MESSAGES, COUNT, TOKENIZE, DETOKENIZE),
-    *(KSERVE, INDEX),
+    *(KSERVE, INDEX, OLLAMA_CHAT, OLLAMA_GENERATE),
 )

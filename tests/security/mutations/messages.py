@@ -173,6 +173,7 @@ def targets(rng: random.Random, interfaces: Interfaces) -> Case:
     if rng.random() < 0.6:
         target = rng.choice(odd)
         shape: Shape = "anthropic" if target.startswith(b"/v1/messages/") else "openai"
+        shape = "ollama" if target.startswith(b"/api/") else shape
         raw = interface.call(usual(interface)).replace(path, target, 1)
         # There are such paths, of responses by their ids.
         there = interface is RESPONSES and target.count(b"/") == 3 and target.startswith(path)
@@ -217,7 +218,8 @@ def named(rng: random.Random, interfaces: Interfaces) -> Case:
         (b"Upgrade", b"h2c\r\nConnection: Upgrade, HTTP2-Settings", "", 200),
     ]
     name, value, code, status = rng.choice(rows)
-    generates = "max" in str(interface.body) and interface in INTERFACES
+    limits = ("max", "num_predict")
+    generates = any(each in str(interface.body) for each in limits) and interface in INTERFACES
     heard = {
         b"X-Tenant": generates,
         b"X-Budget-Ms": generates,
@@ -259,6 +261,9 @@ STREAM_CALLS: tuple[tuple[bytes, bytes, str, int], ...] = (
     (b"POST", b"/abort_request", "invalid_request", 400),
     (b"GET", b"/v1/messages/batches", "not_found", 404),
     (b"POST", b"/v1/messages/%00", "not_found", 404),
+    (b"GET", b"/api/chat/%00", "not_found", 404),
+    (b"GET", b"/api/chat", "method_not_allowed", 405),
+    (b"DELETE", b"/api/delete", "invalid_request", 400),
     (b"PUT", b"/v1/streams/cmpl-0", "method_not_allowed", 405),
     (b"GET", b"/release_memory_occupation", "method_not_allowed", 405),
     (b"GET", b"/abort_request", "method_not_allowed", 405),
@@ -275,7 +280,8 @@ def by_id(rng: random.Random) -> Case:
         wanted = Wanted(frozenset(found)) if event else Wanted(last=COMPLETIONS.last)
         raw = post(COMPLETIONS.path, body, [(b"Last-Event-ID", event)])
         return Case("event id", COMPLETIONS.path, (raw,), (wanted,))
-    shape = "anthropic" if target.startswith(b"/v1/messages") else "openai"
+    shape: Shape = "anthropic" if target.startswith(b"/v1/messages") else "openai"
+    shape = "ollama" if target.startswith(b"/api/") else shape
     refusals = refused(code, status)
     return Case("by id", "", (head(method, target),), (Wanted(refusals, shape),))
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
-Shape = Literal["openai", "anthropic", "kserve"]
+Shape = Literal["openai", "anthropic", "kserve", "ollama"]
 """The shape of errors."""
 
 Refusals = frozenset[tuple[int, str]]
@@ -39,7 +39,8 @@ class Wanted(NamedTuple):
         refusals: Those of which it must be one; empty for an answer without an error.
         shape: Shape of the error.
         status: Status of an answer without an error.
-        last: Start of a stream's last event: its line without the id.
+        last: Start of a stream's last event: its line without the id; of lines of JSON, the field
+            that is true in the last one.
         same: Whether what was asked of the engine is what the usual body asks; None where
             nobody looks.
         bodiless: It answers a HEAD.
@@ -179,8 +180,11 @@ def check(answer: Answer, wanted: Wanted, usual: str = "") -> None:
     if wanted.bodiless:
         return
     kind = answer.headers.get("content-type", "")
-    assert kind.startswith("text/event-stream") == bool(wanted.last), told
-    if wanted.last:
+    streams = ("text/event-stream", "application/x-ndjson")
+    assert kind.startswith(streams) == bool(wanted.last), told
+    if kind == streams[1]:
+        _check_lines(answer.body.decode(), wanted.last)
+    elif wanted.last:
         _check_stream(answer.body.decode(), wanted.last)
     elif answer.body:
         json.loads(answer.body, parse_constant=_no_json)
@@ -192,7 +196,7 @@ def _code(answer: Answer, shape: Shape) -> str:
     """Return the code of an error in the interface's shape."""
     found = json.loads(answer.body, parse_constant=_no_json)
     error = found["error"]
-    if shape == "kserve":
+    if shape in ("kserve", "ollama"):
         assert set(found) == {"error"}, found
         assert error.isprintable(), found
         assert 0 < len(error) < 2001, found
@@ -221,6 +225,13 @@ def _check_stream(text: str, last: str) -> None:
                 assert "error" not in (made := json.loads(value)) or not made["error"], line
     found = [line for line in events[-1] if not line.startswith("id: ")]
     assert found[0].startswith(last), events[-1]
+
+
+def _check_lines(text: str, last: str) -> None:
+    lines = [json.loads(line, parse_constant=_no_json) for line in text.split("\n")[:-1]]
+    assert text.endswith("\n"), text[-200:]
+    assert not any("error" in line for line in lines), text
+    assert [line[last] for line in lines] == [False] * (len(lines) - 1) + [True], text
 
 
 def _no_json(word: str) -> Any:

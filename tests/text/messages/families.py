@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
+from nano_inference.config import RequestError
 from nano_inference.text.messages import (
     Delta,
     MessageFormat,
@@ -17,6 +19,9 @@ from nano_inference.text.messages import (
     find_format,
 )
 from nano_inference.text.messages.message_format import known_formats
+
+from .listed_families import LISTED, MARK_OF_M3
+from .tagged_families import TAGGED
 
 TOOLS = (
     Tool(
@@ -48,7 +53,10 @@ class Family(NamedTuple):
         reasoning: What stands before and after the reasoning; empty where there is none.
         call, between: A call with {name} and {arguments}, and what stands between two.
         open, close: What stands around all calls.
+        answer, answered: What stands before a text, and between it and calls.
         is_json: Whether arguments are written as JSON.
+        argument: An argument with {key} and {value} between tags, and {type} or {is_text};
+            "python"; or "elements".
     """
 
     format: str
@@ -61,7 +69,9 @@ class Family(NamedTuple):
     close: str = ""
     reasoning: tuple[str, str] = ("", "")
     answer: str = ""
+    answered: str = "\n\n"
     is_json: bool = True
+    argument: str = ""
 
     def written(self, calls: Iterable[tuple[str, Arguments]]) -> str:
         """The calls as a model writes them."""
@@ -71,20 +81,58 @@ class Family(NamedTuple):
         )
         return self.open + self.between.join(texts) + self.close
 
+    def rendered(self, turns: Sequence[Mapping[str, Any]], begin: bool) -> str:
+        """A conversation as the family's chat templates write it."""
+        return "".join(map(self._turn, turns)) + (self.turn if begin else "")
+
+    def _turn(self, turn: Mapping[str, Any]) -> str:
+        if turn["role"] != "assistant":
+            return f"<{turn['role']}>{turn['content']}</{turn['role']}>"
+        text = self.turn
+        if self.reasoning[0] and "reasoning_content" in turn:
+            text += turn["reasoning_content"].join(self.reasoning)
+        if turn["content"]:
+            text += self.answer + turn["content"]
+        if turn.get("tool_calls") and self.call == "refused":
+            raise RequestError("no calls", code="invalid_messages")
+        functions = [call["function"] for call in turn.get("tool_calls", ())]
+        calls = [(function["name"], function["arguments"]) for function in functions]
+        return text + (self.written(calls) if calls else "")
+
     def _arguments(self, arguments: Arguments) -> str:
         if self.is_json:
             return json.dumps(arguments, ensure_ascii=False)
-        if "<function=" in self.call:
-            return "".join(
-                f"<parameter={key}>\n{_in_xml(value)}\n</parameter>\n"
-                for key, value in arguments.items()
-            )
+        if self.argument == "python":
+            return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        if self.argument == "elements":
+            return "".join(_element(key, value) for key, value in arguments.items())
+        if self.argument:
+            return "".join(_tagged(self.argument, key, arguments[key]) for key in arguments)
         quote = "<escape>" if "<escape>" in self.chat_template else '<|"|>'
         return _unquoted(arguments, quote)
 
 
-def _in_xml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _element(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        text = "".join(_element(key, each) for key, each in value.items())
+    elif isinstance(value, list):
+        text = "".join(_element("item", each) for each in value)
+    else:
+        text = value if isinstance(value, str) else json.dumps(value)
+    return f"{MARK_OF_M3}<{name}>{text}{MARK_OF_M3}</{name}>"
+
+
+def _tagged(argument: str, key: str, value: Any) -> str:
+    types = {str: "string", bool: "boolean", list: "array", dict: "object"}
+    parts = {
+        "{key}": key,
+        "{type}": types.get(type(value), "number"),
+        "{is_text}": json.dumps(isinstance(value, str)),
+        "{value}": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
+    }
+    for name, part in parts.items():
+        argument = argument.replace(name, part)
+    return argument
 
 
 def _unquoted(value: Any, quote: str) -> str:
@@ -138,6 +186,7 @@ _GPT_OSS = Family(
     between="<|start|>assistant",
     reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     answer="<|channel|>final<|message|>",
+    answered="<|end|><|start|>assistant",
 )
 
 FAMILIES = {
@@ -151,6 +200,7 @@ FAMILIES = {
         chat_template=_CHATML
         + "<tool_call>\n<function=name>\n<parameter=key>\n</parameter></tool_call>",
         call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        argument="<parameter={key}>\n{value}\n</parameter>\n",
         is_json=False,
     ),
     "Hermes": _QWEN._replace(format="hermes", model_type="llama"),
@@ -216,12 +266,21 @@ FAMILIES = {
     "gpt-oss with recipients of the role": _GPT_OSS._replace(
         call=" to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
     ),
+    **{name: Family(**({"is_json": False} | given)) for name, given in TAGGED.items()},
+    **{name: Family(**given) for name, given in LISTED.items()},
 }
 
 
+def found_for(family: Family, model_type: str, own: Any = None) -> MessageFormat | None:
+    """The format that is found by what the family's chat templates write."""
+    return find_format("auto", own, family.chat_template, model_type, family.rendered)
+
+
+@cache
 def format_of_family(family: Family) -> MessageFormat:
-    """Return the format that is detected for the family."""
-    form = find_format("auto", None, family.chat_template, family.model_type)
+    """Return the format that is found for the family."""
+    form = found_for(family, family.model_type)
+    assert form is not None
     return form
 
 

@@ -151,12 +151,16 @@ MARK = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]")
 FORMS = {form.name: form for form in known_formats() if form.calls is not None}
 
 
+def _parts(syntax: Any) -> tuple[Any, ...]:
+    return msgspec.structs.astuple(syntax) if isinstance(syntax, msgspec.Struct) else ()
+
+
 @cache
 def writer_of(name: str, *, marked: bool) -> Writer:
     """With tokens for all marks of a format, or for none."""
-    syntax = msgspec.structs.astuple(FORMS[name].calls)
-    reasoning = FORMS[name].reasoning
-    if reasoning is not None:
-        syntax += msgspec.structs.astuple(reasoning)
-    marks = MARK.findall(" ".join((*syntax, FORMS[name].answer_open)))
+    form = FORMS[name]
+    syntaxes = (form.calls, form.calls.arguments, form.reasoning)
+    parts = [each for syntax in syntaxes for each in _parts(syntax)]
+    texts = [part for part in parts if isinstance(part, str)]
+    marks = MARK.findall(" ".join((*texts, form.answer_open)))
     return Writer(special=list(dict.fromkeys(marks)) if marked else ())

@@ -118,6 +118,7 @@ def test_nothing_is_lost(data: st.DataObject) -> None:
 # What a value can't have in syntaxes without escapes: the marks of its own end.
 AMBIGUOUS = re.compile(
     r"<parameter=|</parameter>\s*$|</parameter>\s*<|<\|\"\|>|<escape>|[\x01\x02]"
+    r"|\]<\]minimax\[>\["
 )
 
 

@@ -10,12 +10,21 @@ from nano_inference.text.messages import (
     Reading,
     Tool,
     call_body,
-    find_format,
     opening_of,
 )
 from nano_inference.text.messages.message_format import known_formats
 
-from .families import FAMILIES, Family, Read, both, deltas_of, format_of_family, named, read
+from .families import (
+    FAMILIES,
+    Family,
+    Read,
+    both,
+    deltas_of,
+    format_of_family,
+    found_for,
+    named,
+    read,
+)
 
 CALLS = [
     ("get_weather", {"city": "Bari, “Süd” 東", "days": 3, "hourly": True}),
@@ -41,12 +50,21 @@ def form(family: Family) -> MessageFormat:
 
 
 def test_every_format_is_one_of_a_family() -> None:
-    assert {family.format for family in FAMILIES.values()} == {f.name for f in known_formats()}
+    known = {form.name for form in known_formats() if form.reads_calls}
+    assert {family.format for family in FAMILIES.values()} == known
+
+
+def test_a_model_that_only_reasons_has_the_format_think() -> None:
+    family = FAMILIES["Qwen3"]._replace(chat_template="<think>", call="")
+    form = found_for(family, "qwen3")
+    assert form == named("think")
+    assert both(form, "<think>\nHm.\n</think>\n\nYes.") == Read("Hm.", "Yes.", [], 0)
 
 
 def test_a_family_is_found_by_its_chat_template(family: Family, form: MessageFormat) -> None:
     assert form.name == family.format
-    unknown_type = find_format("auto", None, family.chat_template, "")
+    unknown_type = found_for(family, "")
+    assert unknown_type is not None
     same_family = {family.format, "hermes", "qwen"} if "<tool_call>" in family.call else set()
     assert unknown_type.name in (same_family or {family.format})
 
@@ -63,7 +81,7 @@ def test_the_reader_reads_all_that_a_grammar_writes(family: Family, form: Messag
         assert not family.is_json
         return
     syntax = form.calls
-    call = f"{syntax.before}get_weather{syntax.middle}{{}}{syntax.after}"
+    call = syntax.written("get_weather")
     text = syntax.open + call + syntax.between + call + syntax.close
     assert both(form, text) == Read("", "", [("get_weather", {})] * 2, 0)
     if form.reasoning is not None:
@@ -89,8 +107,7 @@ def test_a_name_of_128_characters(family: Family, form: MessageFormat) -> None:
 
 def test_text_before_calls(family: Family, form: MessageFormat) -> None:
     content = "I look it up."
-    between = "<|end|><|start|>assistant" if family.answer else "\n\n"
-    text = family.answer + content + between + family.written(CALLS)
+    text = family.answer + content + family.answered + family.written(CALLS)
     assert both(form, text) == Read("", content, CALLS, 0)
 
 
@@ -168,9 +185,13 @@ def test_calls_are_not_looked_for_in_reasoning() -> None:
 
 
 def test_marks_in_a_value_are_part_of_it(family: Family, form: MessageFormat) -> None:
-    behind = [each.call.split("{arguments}")[-1].strip() for each in FAMILIES.values()]
-    others = ["[TOOL_CALLS] ; {", '"', "\\", "</s>", "</parameter>", "<|eom_id|>", "</think>"]
-    for mark in {*behind, *others, family.close, family.between}:
+    behind = family.call.split("{arguments}")[-1].strip()
+    others = ["[TOOL_CALLS] ; {", '"', "\\", "</s>", "</tool_call>", "</parameter>", "</think>"]
+    marks = {behind, *others, family.close, family.between}
+    if family.argument == "elements":
+        # No text holds the mark of its tags.
+        marks = set(others)
+    for mark in marks:
         for value in (mark, f"a{mark}b", f"a {mark} b {mark}{mark} c", f"a\n{mark}\nb"):
             calls = [("get_weather", {"city": value, "x": "1"}), ("get_weather", {"city": value})]
             assert both(form, family.written(calls)) == Read("", "", calls, 0)
@@ -222,12 +243,13 @@ def test_a_call_without_a_closing_mark_is_complete_with_its_json(
     family: Family, form: MessageFormat
 ) -> None:
     written = Family(**family._asdict() | {"close": ""}).written(CALLS[:1])
-    mark = {"[TOOL_CALLS] [": "]"}.get(family.open, "")
+    listed = family.open.strip().endswith("[")
+    mark = family.close[: family.close.find("]") + 1] if listed else ""
     for end in ("\n</tool_call>", "<tool_call|>", "<end_function_call>", "<|call|>"):
         written = written.removesuffix(end)
     found = both(form, written + mark)
-    # Of XML nobody can say whether there was more to come.
-    expected = Read("", written, [], 1) if family.format == "qwen-xml" else None
+    # Of arguments between tags nobody can say whether there were more to come.
+    expected = Read("", written, [], 1) if family.format == "glm" else None
     assert found == (expected or Read("", "", CALLS[:1], 0))
 
 
@@ -239,9 +261,44 @@ def test_gpt_oss_commentary_is_content() -> None:
     assert found == Read("", "I look.", CALLS[:1], 0)
 
 
+def test_gpt_oss_may_begin_its_header_anew() -> None:
+    text = "<|channel|>commentary to=assistant<|channel|>final<|message|>Yes."
+    assert both(named("gpt-oss"), text) == Read("", "Yes.", [], 0)
+
+
 def test_llama_may_call_it_arguments() -> None:
     text = '{"name": "get_weather", "arguments": {"city": "Bari"}}<|eot_id|>'
     assert both(named("llama"), text) == Read("", "", [("get_weather", {"city": "Bari"})], 0)
+
+
+def test_elements_are_lists_or_objects_by_the_tools_schema() -> None:
+    family, tool = (
+        FAMILIES["MiniMax-M3"],
+        Tool(
+            name="mark",
+            parameters={
+                "type": "object",
+                "properties": {
+                    "at": {"$ref": "#/$defs/place"},
+                    "tags": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+                    "item": {"type": "object"},
+                    "none": {"type": "array"},
+                },
+                "$defs": {"place": {"type": "object", "properties": {"zip": {"type": "string"}}}},
+            },
+        ),
+    )
+    given = {"at": {"zip": "0123"}, "tags": ["a", 1], "item": {"item": "b"}, "none": []}
+    text = family.written([("mark", given)])
+    found = read(named("minimax-m3"), [text], tools=(tool,))
+    assert found.calls == [("mark", given)]
+    for bad in (
+        text.replace("</zip>", "</at>", 1),
+        text.replace("<tags>", "<tags>x", 1),
+        text.replace("<tags>", "<none>", 1).replace("</tags>", "</none>", 1),
+        text.replace("<none>", "<at>" * 70, 1),
+    ):
+        assert read(named("minimax-m3"), [bad], tools=(tool,)).calls == []
 
 
 def test_values_in_xml_are_of_the_types_that_the_tool_declares() -> None:

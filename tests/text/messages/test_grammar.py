@@ -365,8 +365,8 @@ def test_answers_that_can_not_be_described(answer: Constraint, words: str) -> No
     [
         (None, REQUIRED, None),
         (None, ToolUse(), 5),
-        ("qwen-xml", REQUIRED, None),
-        ("qwen-xml", ToolUse(tools=(STRICT,)), None),
+        ("gemma", REQUIRED, None),
+        ("gemma", ToolUse(tools=(STRICT,)), None),
         ("llama", ToolUse(), 5),
     ],
 )
@@ -387,7 +387,7 @@ def test_calls_take_a_tool(use: ToolUse) -> None:
 
 def test_tools_that_are_not_strict_go_with_any_format() -> None:
     use = ToolUse(tools=(FIND,), parallel=False)
-    assert constraint_of(named("qwen-xml"), "", use, None) is None
+    assert constraint_of(named("gemma"), "", use, None) is None
 
 
 def test_names_are_escaped_in_json() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nano_inference.config import ConfigError
+from nano_inference.config import ConfigError, RequestError
 from nano_inference.text.messages import MessageFormat, find_format, opening_of
 
-from .families import FAMILIES, Read, named, read
+from .families import FAMILIES, Read, found_for, named, read
 
 QWEN3 = FAMILIES["Qwen3"].chat_template
 
@@ -42,11 +42,12 @@ def test_off_is_none() -> None:
 
 
 def test_an_unknown_template_has_no_format() -> None:
-    llama_2 = "{{ bos }}[INST] {{ content }} [/INST]"
-    chatml = "{{ '<|im_start|>' + message.role }}"
-    gemma_3 = "<start_of_turn>model"
-    for template in ("", "Question: {{ messages }}", llama_2, chatml, gemma_3):
-        assert find_format("auto", None, template, "qwen2") is None
+    """It writes calls as nobody reads them, or none."""
+    for call in ("I call {name}: {arguments}.", ""):
+        family = FAMILIES["Gemma 4"]._replace(
+            chat_template="<|turn>model", call=call, reasoning=("", "")
+        )
+        assert found_for(family, "gemma4") is None
 
 
 def test_a_name_is_taken_as_it_is() -> None:
@@ -54,24 +55,68 @@ def test_a_name_is_taken_as_it_is() -> None:
 
 
 def test_the_model_type_decides_where_several_fit() -> None:
-    found = {kind: find_format("auto", None, QWEN3, kind) for kind in ("qwen3", "llama")}
+    found = {kind: found_for(FAMILIES["Qwen3"], kind) for kind in ("qwen3", "llama")}
     assert {kind: form and form.name for kind, form in found.items()} == {
         "qwen3": "qwen",
         "llama": "hermes",
     }
 
 
-def test_calls_that_the_chat_template_does_not_show_are_text() -> None:
-    form = find_format("auto", None, "<|im_start|>{{ content }}<think>", "qwen3")
-    assert (form.reads_calls, form.calls) == (False, None)
+def test_calls_that_the_chat_template_does_not_write_are_text() -> None:
+    """Not even if it speaks of them."""
+    family = FAMILIES["Qwen3"]._replace(call="I call {name}: {arguments}.")
+    form = found_for(family, "qwen3")
+    assert (form.reads_calls, form.calls, form.reads_reasoning) == (False, None, True)
     call = '<tool_call>{"name": "get_weather"}</tool_call>'
     assert read(form, "<think>a</think>" + call) == Read("a", call, [], 0)
 
 
+def test_calls_of_a_template_that_writes_none_are_found_by_their_marks() -> None:
+    """Such a model's calls stay in the text of the history."""
+    for call in ("", "refused"):
+        family = FAMILIES["Qwen3"]._replace(call=call)
+        assert found_for(family, "qwen3") == named("qwen")
+
+
 def test_reasoning_that_the_chat_template_does_not_show_is_text() -> None:
-    form = find_format("auto", None, FAMILIES["Qwen2.5"].chat_template, "qwen2")
+    form = found_for(FAMILIES["Qwen2.5"], "qwen2")
     assert (form.reads_reasoning, form.reasoning) == (False, None)
     assert read(form, "<think>a</think>") == Read("", "<think>a</think>", [], 0)
+
+
+def test_reasoning_may_be_that_of_another_format() -> None:
+    family = FAMILIES["Llama 3"]._replace(reasoning=("<think>\n", "\n</think>\n\n"))
+    form = found_for(family, "llama")
+    assert (form.name, form.calls) == ("llama", named("llama").calls)
+    text = "<think>\nHm.\n</think>\n\n" + family.written([("get_weather", {"city": "Rome"})])
+    assert read(form, text) == Read("Hm.", "", [("get_weather", {"city": "Rome"})], 0)
+
+
+def test_reasoning_that_the_prompt_begins_may_lack_its_mark_in_the_history() -> None:
+    family = FAMILIES["Apriel 1.6"]
+    before = family.reasoning[0]
+
+    def rendered(turns: Any, begin: bool) -> str:
+        text = family.rendered(turns, False).replace(before, "")
+        return text + (family.turn + before if begin else "")
+
+    form = find_format("auto", None, family.turn, "", rendered)
+    assert (form.name, form.reasoning) == ("apriel", named("apriel").reasoning)
+    text = "Hm." + family.reasoning[1] + "Yes."
+    assert read(form, text, opening=opening_of(form, family.turn + before)).reasoning == "Hm."
+
+
+def test_the_begin_of_a_turn_is_that_of_the_templates_prompts() -> None:
+    family = FAMILIES["Qwen3"]._replace(turn="<|start_of_role|>assistant<|end_of_role|>")
+    form = found_for(family, "")
+    assert opening_of(form, f"Hi.{family.turn}Yes.\nGo on.{family.turn}<think>\n") == "<think>\n"
+
+
+def test_a_template_that_fails_has_no_format() -> None:
+    def fails(turns: object, begin: bool) -> str:
+        raise RequestError("it fails", code="chat_template_failed")
+
+    assert find_format("auto", None, "{{ messages }}", "qwen3", fails) is None
 
 
 def test_the_tokenizers_own_comes_before_ours() -> None:
@@ -79,11 +124,11 @@ def test_the_tokenizers_own_comes_before_ours() -> None:
     fields = dict(ours.response_template["fields"])
     fields["thinking"] = fields.pop("reasoning_content")
     own = ours.response_template | {"fields": fields}
-    form = find_format("auto", own, QWEN3, "qwen3")
+    form = found_for(FAMILIES["Qwen3"], "qwen3", own)
     assert form.response_template == own
     assert (form.calls, form.reasoning) == (ours.calls, ours.reasoning)
     del fields["tool_calls"]
-    without = find_format("auto", own, QWEN3, "qwen3")
+    without = found_for(FAMILIES["Qwen3"], "qwen3", own)
     assert (without.calls, without.reasoning) == (None, ours.reasoning)
 
 
@@ -101,8 +146,10 @@ def test_a_tokenizer_format_drops_spaces_around_marks() -> None:
 
 
 def test_a_tokenizer_format_with_other_marks_has_no_call_syntax() -> None:
-    for template in (QWEN3, ""):
-        form = find_format("auto", TEMPLATE, template, "qwen3")
+    for form in (
+        find_format("auto", TEMPLATE, "", "qwen3"),
+        found_for(FAMILIES["Qwen3"], "qwen3", TEMPLATE),
+    ):
         assert form.reads_calls
         assert form.reads_reasoning
         assert (form.calls, form.reasoning) == (None, None)
@@ -148,6 +195,10 @@ BAD_TEMPLATES = {
     "calls without a mark": (
         {"start_anchor": "x", "fields": {"tool_calls": {"content": "json"}}},
         "tool_calls",
+    ),
+    "a body that is unknown": (
+        _with(tool_calls={"open": "<c>", "content": "text", "content_args": {"as": "lisp"}}),
+        "lisp",
     ),
     "marks without width": (
         _with(thinking={"open_pattern": "a*", "close_pattern": "b*"}),
@@ -225,6 +276,6 @@ def test_a_prompt_in_which_no_turn_begins_has_no_opening() -> None:
 
 
 def test_formats_are_values() -> None:
-    form = find_format("auto", None, QWEN3, "qwen3")
-    assert form == find_format("auto", None, QWEN3, "qwen3")
+    form = found_for(FAMILIES["Qwen3"], "qwen3")
+    assert form == found_for(FAMILIES["Qwen3"], "qwen3")
     assert form != MessageFormat(name="qwen", response_template=TEMPLATE)

@@ -167,8 +167,40 @@ def test_reasoning_that_stays_in_the_text_hides_calls_as_well() -> None:
 
 
 def test_reasoning_that_is_not_closed_stays_reasoning() -> None:
-    assert both("<think>\nHm, " + GOOD) == Read("Hm, " + GOOD, "", [], 0)
     assert both("Hm, </thi", opening="<think>\n") == Read("Hm, </thi", "", [], 0)
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\nHm,"])
+def test_calls_at_the_end_of_reasoning_that_is_not_closed_are_calls(opening: str) -> None:
+    """Some models forget the mark; what they wrote before is reasoning."""
+    before = "<think>\nHm," if not opening else "Hm," * opening.endswith("\n")
+    thought = before.removeprefix("<think>\n")
+    for calls in (f"{GOOD}\n{GOOD}", GOOD.removesuffix("</tool_call>") * 1, f"\n{GOOD}\n"):
+        count = calls.count("get_weather")
+        assert both(before + calls, opening) == Read(thought, "", [CALL] * count, 0)
+    found = read(QWEN, f"{before}{GOOD}", opening=opening, separates_reasoning=False)
+    assert found == Read("", before, [CALL], 0)
+
+
+def test_calls_in_reasoning_that_goes_on_are_reasoning() -> None:
+    for text in (
+        f"Maybe {GOOD} or not.",
+        f"Maybe {GOOD}{GOOD.replace('get_weather', 'other')}",
+        f"{GOOD.replace('{', '', 1)}",
+        "Between <tool_call> and </tool_call>.",
+        GOOD[:-20],
+    ):
+        for end, content in (("", ""), ("\n</think>\n\nYes.", "Yes.")):
+            assert both(text + end, "<think>\n") == Read(text, content, [], 0)
+    assert both(GOOD + "</think>", "<think>\n") == Read(GOOD, "", [], 0)
+    assert both(f"Hm {GOOD}", "<think>\n", cut_off=True) == Read(f"Hm {GOOD}", "", [], 0)
+
+
+def test_reasoning_that_mentions_a_mark_is_not_held_back() -> None:
+    reader = MessageReader(QWEN, Reading(opening="<think>\n", tools=TOOLS), "")
+    assert reader.feed("So <tool_call> is").reasoning == "So <tool_call> is"
+    assert reader.feed(f" a mark.{GOOD}").reasoning == " a mark."
+    assert [call.name for call in reader.finish().calls] == ["get_weather"]
 
 
 def test_text_of_the_prompt_is_not_repeated() -> None:

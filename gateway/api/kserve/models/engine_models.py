@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import msgspec
 
@@ -12,11 +13,12 @@ from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
 from .....pipeline.engine_requests import params_to_score, token_ids_to_score
 from .....pipeline.scoring import scored_completion
-from ....server.http import EngineError, convert
+from ....server.http import EngineError
 from ....serving.embedding import EmbedCall, Prompt, embed_all
-from ....serving.fields import EMPTY
+from ....serving.fields import RefusedField, read_part
 from ....serving.logprobs import TokenNames, logprobs_by_id
 from ....serving.message_parts import records_of
+from ....serving.sampling_fields import VLLM, SamplingBody
 from ....serving.submissions import ENDED_EARLY
 from ..served import Answer, ModelCall
 from .backend import (
@@ -40,7 +42,6 @@ from .backend import (
     texts_of,
     token_counts,
     token_ids_of,
-    unsupported,
     whole_samples,
 )
 
@@ -249,6 +250,10 @@ EMBED_IDS = TensorSpec("input_ids", "INT64", (-1,), optional=True)
 class EmbedBody(msgspec.Struct, frozen=True):
     """Parameters of embeddings."""
 
+    REFUSED: ClassVar = dict.fromkeys(
+        (*SamplingBody.__struct_fields__, *VLLM), RefusedField("nothing is sampled")
+    )
+
     pooling: PoolingKind | None = None
     normalize: bool | None = None
     dimensions: Int64 | None = None
@@ -305,12 +310,7 @@ def _read_params(call: ModelCall) -> EmbedParams:
     Raises:
         RequestError: A parameter is unknown, or has the wrong type.
     """
-    body, where = sampling_body(call.request), sampling_place(call.request)
-    known = EmbedBody.__struct_fields__
-    for name, value in body.items():
-        if name not in known and value is not None and value not in EMPTY:
-            raise unsupported(f"{where}.{name}", "nothing is sampled")
-    found = convert({name: body.get(name) for name in known}, EmbedBody, where)
+    found = read_part(sampling_body(call.request), EmbedBody, sampling_place(call.request))
     return EmbedParams(
         pooling=found.pooling or "", normalize=found.normalize, dimensions=found.dimensions
     )

@@ -1,8 +1,9 @@
-"""`/v1/responses`: create, retrieve, list, cancel, delete."""
+"""`/v1/responses`: create, retrieve, list, cancel, delete; `/v1/conversations`."""
 
 from __future__ import annotations
 
 from .calls import ResponseCalls
+from .conversations import ConversationCalls
 from .requests import ID_PREFIX
 
-__all__ = ["ID_PREFIX", "ResponseCalls"]
+__all__ = ["ID_PREFIX", "ConversationCalls", "ResponseCalls"]

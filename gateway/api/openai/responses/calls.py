@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from typing import NamedTuple
@@ -10,8 +11,9 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
-from .....config import NanoInferenceError
+from .....config import NanoInferenceError, shown
 from .....store.calls import DurableCall
+from .....text.messages import ToolUse
 from ....call import Account, Call
 from ....server.http import (
     EventStream,
@@ -30,10 +32,10 @@ from ....serving.prepared import about_tools, check_request, prepare, tokens_of
 from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
-from ..messages import tool_use
+from .compaction import compact
 from .events import NOTHING, ResponseEvents, read_number, response_of
-from .items import Item, check_calls, page_of
-from .output import ResponseWriter
+from .items import REFERENCE, Item, check_calls, page_of
+from .output import ResponseWriter, response_with
 from .requests import (
     ItemsQuery,
     NeverBegun,
@@ -44,11 +46,14 @@ from .requests import (
     read_response,
 )
 from .stored import BackgroundResponses, as_response_error
+from .tools import tool_use
 
 _SOON_S = 0.05
 """Time for a background response to be published before its client is answered. A response that
 waits for a place is published later."""
 
+_SHARE_OF_OUTPUT = 8
+"""With `truncation: auto` and no `max_output_tokens`, this part of a model's length stays free."""
 
 Conversations = Callable[[Call, str], Awaitable[list[Item]]]
 """Returns the conversation of a stored response."""
@@ -93,20 +98,15 @@ class ResponseCalls:
         if again is None:
             # Errors of the conversation would otherwise come first.
             await self._services.served.check(wanted.fields.model, call.caller)
-        items = await self._whole(call, wanted, items)
+        whole = await self.whole(call, wanted, items)
         call.begin(wanted.fields.budget_ms, wanted.fields.model)
-        record = await self._prepared(
-            call,
-            ResponseRecord(
-                tenant=call.tenant,
-                call=wanted,
-                items=items,
-                deadline_ns=call.deadline_ns,
-                caller=call.caller,
-                keyed=again,
-            ),
+        record = msgspec.structs.replace(
+            await self.prepared(call, whole),
+            deadline_ns=call.deadline_ns,
+            caller=call.caller,
+            keyed=again,
         )
-        await self._check(record)
+        await self.check(record)
         if again is not None:
             record, begun = await self.stored.claim(call, record)
             if begun is not None:
@@ -121,11 +121,13 @@ class ResponseCalls:
         """Count the tokens of a response's prompt; the body is that of `create`."""
         _, wanted, items = await self._read(call)
         await self._services.served.check(wanted.fields.model, call.caller)
-        items = await self._whole(call, wanted, items)
-        record = ResponseRecord(tenant=call.tenant, call=wanted, items=items)
-        record = await self._prepared(call, record)
-        tokens = await tokens_of(self._services, record.prompt, record.images, record.tenant)
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
+        record = await self.prepared(call, await self.whole(call, wanted, items))
+        tokens = await self._num_tokens(record)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def compact(self, call: Call) -> Response:
+        """Compact a conversation."""
+        return await compact(self._services, self, call)
 
     async def retrieve(self, call: Call) -> Response:
         """Return a response as it is now, or its stream."""
@@ -174,25 +176,112 @@ class ResponseCalls:
     async def _read(self, call: Call) -> tuple[Body, ResponseCall, list[Item]]:
         config = self._services.config
         body = await read_object(call, config.gateway.max_body_bytes)
-        return body, *read_response(body, config, await self._services.length.get())
+        length = await self._services.length.get()
+        return body, *read_response(body, config, length, call.tenant)
 
-    async def _whole(self, call: Call, wanted: ResponseCall, items: list[Item]) -> list[Item]:
-        """Return the items of a call, after those of the response that it continues."""
+    async def whole(self, call: Call, wanted: ResponseCall, items: list[Item]) -> ResponseRecord:
+        """Return the record of a call, with the items before its own, and no prompt yet."""
         before: list[Item] = []
-        if previous := wanted.fields.previous_response_id:
+        fields = wanted.fields
+        if previous := fields.previous_response_id:
             before = await self.conversation_of(call, previous)
-        items = [*before, *items]
+        elif conversation_id := fields.conversation_id:
+            conversations = self.stored.conversations
+            found = await conversations.find(call.caller, call.tenant, conversation_id)
+            before = found.items
+        items = [*before, *await self.resolved(call, before, items)]
+        # A program that looks whether a model answers sends nothing, and takes one token.
+        if not (items or fields.instructions or fields.max_output_tokens == 1):
+            raise field_error("input", "is empty; give a text or messages")
         check_calls(items, len(before))
-        return items
+        return ResponseRecord(tenant=call.tenant, call=wanted, items=items, num_before=len(before))
 
-    async def _prepared(self, call: Call, record: ResponseRecord) -> ResponseRecord:
+    async def resolved(self, call: Call, before: list[Item], items: list[Item]) -> list[Item]:
+        """Return items with the stored ones in place of references to them.
+
+        Args:
+            before: Items before them. A reference to one of them adds nothing.
+        """
+        known = {item["id"] for item in before}
+        found: list[Item] = []
+        stored: dict[str, Item] = {}
+        for place, item in enumerate(items):
+            item_id = item["id"]
+            if item["type"] != REFERENCE:
+                found.append(item)
+            elif item_id not in known:
+                if item_id not in stored and (response_id := response_with(item_id)):
+                    with suppress(FieldError):
+                        made = await self.conversation_of(call, response_id)
+                        stored |= {each["id"]: each for each in made}
+                if item_id not in stored:
+                    raise field_error(
+                        f"input[{place}].id",
+                        f": there is no item {shown(item_id)} here: it is of no stored response "
+                        "that is completed, or came from a client; send the item itself",
+                        code="unknown_item",
+                    )
+                found.append(stored[item_id])
+            known.add(item_id)
+        return found
+
+    async def prepared(self, call: Call, record: ResponseRecord) -> ResponseRecord:
         """Add the prompt, and what it implies for the output."""
+        fields = record.call.fields
+        use = tool_use(fields, await self._services.tokenizer.message_format())
+        make = partial(self._with_prompt, call, record, use)
+        if fields.truncation == "disabled":
+            return await make(record.items)
+        length = await self._services.length.get()
+        room = fields.max_output_tokens or length // _SHARE_OF_OUTPUT
+        return await self._first_that_fits(make, record, max(1, length - room))
+
+    async def _first_that_fits(
+        self,
+        make: Callable[[list[Item]], Awaitable[ResponseRecord]],
+        record: ResponseRecord,
+        most: int,
+    ) -> ResponseRecord:
+        """Return the response whose prompt has as many of the last items as fit; with the fewest
+        if none fits, which is then refused like any other.
+
+        Args:
+            make: Returns the response with a prompt of some items.
+            most: The most tokens of a prompt.
+        """
+        # The prompt may begin with any message of a user, so that calls stay with their results.
+        starts = [
+            place
+            for place, item in enumerate(record.items)
+            if place and item["type"] == "message" and item["role"] == "user"
+        ]
+        best = await make(record.items)
+        if await self._num_tokens(best) <= most or not starts:
+            return best
+        low, high = 0, len(starts) - 1
+        best = await make(record.items[starts[-1] :])
+        while low < high:
+            middle = (low + high) // 2
+            tried = await make(record.items[starts[middle] :])
+            if await self._num_tokens(tried) <= most:
+                best, high = tried, middle
+            else:
+                low = middle + 1
+        return best
+
+    async def _num_tokens(self, record: ResponseRecord) -> int:
+        services = self._services
+        return len(await tokens_of(services, record.prompt, record.images, record.tenant))
+
+    async def _with_prompt(
+        self, call: Call, record: ResponseRecord, use: ToolUse, items: list[Item]
+    ) -> ResponseRecord:
         fields, sampling = record.call.fields, record.call.sampling
         prepared = await prepare(
             call,
             self._services,
-            conversation_of(fields, record.items),
-            tool_use(fields),
+            conversation_of(fields, items),
+            use,
             sampling,
             reasoning_budget=fields.thinking_token_budget,
         )
@@ -205,7 +294,7 @@ class ResponseCalls:
             constraint=None if constraint == sampling.constraint else constraint,
         )
 
-    async def _check(self, record: ResponseRecord) -> None:
+    async def check(self, record: ResponseRecord) -> None:
         """Refuse here what the bus or admission would refuse."""
         services = self._services
         request = record.request(services.config)
@@ -289,7 +378,8 @@ class ResponseCalls:
         submissions, asked = self._services.submissions, record.request(self._services.config)
 
         async def produce(send: SendEvent) -> None:
-            events = ResponseEvents(writer, send, self.stored.beside, after)
+            keep = self.stored.conversations.add_response
+            events = ResponseEvents(writer, send, self.stored.beside, keep, after)
             if record.background:
                 await events.create()
             attachment: Attachment | None = None
@@ -311,7 +401,11 @@ class ResponseCalls:
                     raise as_openai(failure, "responses") from None
                 await (events.fail(failure) if has_ended else events.interrupt(failure))
             else:
-                await events.end(completion)
+                try:
+                    await events.end(completion)
+                except NanoInferenceError as error:
+                    # Its conversation has no room for it.
+                    await events.interrupt(as_response_error(error, record.id))
 
         ids = gateway.event_ids and record.call.fields.store
         stream = EventStream(produce, gateway.comment_s, ids=ids)

@@ -13,10 +13,11 @@ import msgspec
 
 from .....bus.public import Completion, CompletionChunk
 from .....config import NanoInferenceError
-from ....server.http import SendEvent
+from ....server.http import SendEvent, error_body
 from ..errors import as_openai
 from ..positions import invalid_event
 from .output import Answer, ItemEvent, ResponseWriter
+from .requests import ResponseRecord
 
 _ENDS = {"completed": "response.completed", "failed": "response.failed"}
 _INCOMPLETE = "response.incomplete"
@@ -36,12 +37,14 @@ class ResponseEvents:
 
     Attributes:
         beside: Reads so many tokens, many of them in a thread.
+        keep: Keeps a response that has ended in its conversation.
         after: Events up to this number are counted and not sent.
     """
 
     writer: ResponseWriter
     send: SendEvent
     beside: Beside
+    keep: Callable[[ResponseRecord, Answer], Awaitable[None]]
     after: int
     _number: int = 0
     _created: bool = False
@@ -79,6 +82,8 @@ class ResponseEvents:
             unread = len(sample.token_ids) - self._num_tokens
             await self._send_events(await self.beside(unread, partial(self._items.end, sample)))
         response = self.writer.ended(completion, self._items)
+        # A client that has this event may continue.
+        await self.keep(self.writer.record, response)
         kind = _ENDS.get(response["status"], _INCOMPLETE)
         await self._send_event(kind, {"response": response})
 
@@ -100,6 +105,8 @@ class ResponseEvents:
             "code": shown.code,
             "message": shown.message,
             "param": getattr(shown, "param", None),
+            # Open Responses has it nested, OpenAI does not.
+            **error_body(shown),
         }
         await self.send(msgspec.json.encode(event), self._event_id(event), name="error")
 

@@ -11,30 +11,48 @@ import msgspec
 from .....config import shown
 from ....server.http import field_error
 from ....serving.chat_templates import Turn
-from ....serving.fields import RefusedField, read_part
+from ....serving.fields import ignore, read_part
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
 from ..messages import THOUGHTS, arguments_of, content_of, turn_of
+from .sealed import unseal
+from .tools import INPUT, flat_name
 
 Item = dict[str, Any]
-"""An id and a type, with the fields of a message (its content is a list of parts), of a function
-call, of its output, or of the reasoning of a turn."""
+"""An id and a type, with the fields of a message (its content is a list of parts), of a call of a
+function or custom tool, of its output, of the reasoning of a turn, or of a compaction."""
+
+REFERENCE = "item_reference"
+REASONING, COMPACTION = "reasoning", "compaction"
+"""Types of items, and the kinds of their sealed texts."""
+
+SUMMARY = "Summary of the conversation so far:\n"
+"""The beginning of a compaction's text."""
 
 _LONGEST_ID = 128
-_LEFT_OUT = dict.fromkeys(("id", "status", "phase", "type"), "chat templates read none")
-"""Fields of an item of an answer."""
+_LEFT_OUT = frozenset({"id", "status", "phase", "type"})
+"""Fields of an item that chat templates ignore."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call by the model."""
 
     OPEN: ClassVar = True
-    NEUTRAL: ClassVar = _LEFT_OUT
-    REFUSED: ClassVar = {"namespace": RefusedField("functions have no namespaces")}
 
     call_id: str
     name: str
     arguments: str = "{}"
+    namespace: str | None = None
+    caller: DirectCaller | None = None
+
+
+class CustomCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a custom tool by the model."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
     caller: DirectCaller | None = None
 
 
@@ -42,7 +60,6 @@ class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a call: a text, or parts of text and images."""
 
     OPEN: ClassVar = True
-    NEUTRAL: ClassVar = _LEFT_OUT
 
     call_id: str
     output: str | list[dict[str, Any]]
@@ -63,48 +80,68 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True):
     """The model's reasoning before a text or a call. Encrypted content can't be read."""
 
     OPEN: ClassVar = True
-    NEUTRAL: ClassVar = _LEFT_OUT
 
     summary: list[ReasoningPart] = []
     content: list[ReasoningPart] | None = None
     encrypted_content: str | None = None
 
 
-def items_of(given: str | list[dict[str, Any]] | None) -> list[Item]:
-    """Read the items of a body's `input`.
+class CompactionItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation in the place of which a summary stands."""
+
+    OPEN: ClassVar = True
+
+    encrypted_content: str
+
+
+class ItemReference(msgspec.Struct, frozen=True, kw_only=True):
+    """An item that is stored, by its id."""
+
+
+def items_of(
+    given: str | list[dict[str, Any]] | None, tenant: str = "", param: str = "input"
+) -> list[Item]:
+    """Read the items of a body's `input`, or another field, without those of built-in tools.
+
+    References to items are still to be resolved.
+
+    Args:
+        tenant: The one for whom sealed texts were made.
 
     Raises:
-        FieldError: It is empty, or an item is of an unknown type, or holds no text.
+        FieldError: An item is of an unknown type, or holds no text.
     """
     if not given:
-        raise field_error("input", "is empty; give a text or messages")
+        return []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_item(item, f"input[{place}]") for place, item in enumerate(items)]
+    read = (_item(item, f"{param}[{place}]", tenant) for place, item in enumerate(items))
+    return [item for item in read if item is not None]
 
 
 def answered(output: Iterable[dict[str, Any]]) -> list[Item]:
     """Read the items of a response's `output`, to continue the conversation."""
-    return [_item(item, "output") for item in output]
+    return [item for each in output if (item := _item(each, "output", "")) is not None]
 
 
-def check_calls(items: Iterable[Item], first: int) -> None:
+def check_calls(items: Iterable[Item], first: int, given: str = "input") -> None:
     """Check that each output of a call stands after that call.
 
     Args:
-        first: The number of items of earlier responses.
+        first: The number of items that were there before.
+        given: The field with the others.
 
     Raises:
         FieldError: There is no such call.
     """
     calls: set[str] = set()
     for place, item in enumerate(items):
-        if item["type"] == "function_call":
+        if item["type"] in _CALLS:
             calls.add(item["call_id"])
-        elif item["type"] == "function_call_output" and item["call_id"] not in calls:
-            param = f"input[{place - first}].call_id"
+        elif item["type"] in _OUTPUTS and item["call_id"] not in calls:
+            param = f"{given}[{place - first}].call_id"
             raise field_error(
                 param,
-                f": there is no function_call {shown(item['call_id'])} before it; send that "
+                f": there is no call {shown(item['call_id'])} before it; send that "
                 "as well, or previous_response_id",
             )
 
@@ -134,16 +171,19 @@ def page_of(
 
 
 def message_of(item: Item) -> dict[str, Any]:
-    """Return a message's item as a chat's message."""
+    """Return the fields of an item that have an effect; those of a message are a chat's."""
     return {name: value for name, value in item.items() if name not in _LEFT_OUT}
 
 
 # --- one item ---------------------------------------------------------------------------------
 
 
-def _item(given: dict[str, Any], where: str) -> Item:
-    """Read an item, without fields that have no effect."""
-    kind = given.get("type") or "message"
+def _item(given: dict[str, Any], where: str, tenant: str) -> Item | None:
+    """Read an item, without fields that have no effect; None for one that has none itself."""
+    kind = given.get("type") or (REFERENCE if given.keys() == {"id"} else "message")
+    if kind in _BUILT_IN:
+        ignore(where)
+        return None
     known = _KINDS.get(kind) if isinstance(kind, str) else None
     if known is None:
         raise field_error(
@@ -152,15 +192,15 @@ def _item(given: dict[str, Any], where: str) -> Item:
             code="unsupported",
         )
     prefix, read = known
-    fields = read(given, where)
+    fields = read(message_of(given), where, tenant)
     name = given.get("id")
     named = isinstance(name, str) and 0 < len(name) <= _LONGEST_ID
     item_id = name if named else f"{prefix}{uuid.uuid4().hex}"
     return {"id": item_id, "type": kind, "status": "completed"} | fields
 
 
-def _message(given: dict[str, Any], where: str) -> Item:
-    turn = turn_of(message_of(given), where)
+def _message(given: dict[str, Any], where: str, tenant: str) -> Item:
+    turn = turn_of(given, where)
     fields = {
         each: given[each] for each in OpenAIMessage.__struct_fields__ if given.get(each) is not None
     }
@@ -184,35 +224,104 @@ def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
     return {"type": "input_text", "text": part["text"]}
 
 
-def _function_call(given: dict[str, Any], where: str) -> Item:
+def _function_call(given: dict[str, Any], where: str, tenant: str) -> Item:
     call = read_part(given, FunctionCall, where)
     arguments_of(call.arguments, f"{where}.arguments")
-    return {"call_id": call.call_id, "name": call.name, "arguments": call.arguments or "{}"}
+    called = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments or "{}"}
+    return called | _namespace(call)
 
 
-def _function_output(given: dict[str, Any], where: str) -> Item:
+def _custom_call(given: dict[str, Any], where: str, tenant: str) -> Item:
+    call = read_part(given, CustomCall, where)
+    return {"call_id": call.call_id, "name": call.name, "input": call.input} | _namespace(call)
+
+
+def _namespace(call: FunctionCall | CustomCall) -> Item:
+    return {} if call.namespace is None else {"namespace": call.namespace}
+
+
+def _output(given: dict[str, Any], where: str, tenant: str) -> Item:
     output = read_part(given, FunctionOutput, where)
     content_of(output.output, f"{where}.output")
     named = {} if output.name is None else {"name": output.name}
     return {"call_id": output.call_id, "output": output.output} | named
 
 
-def _reasoning(given: dict[str, Any], where: str) -> Item:
+def _reasoning(given: dict[str, Any], where: str, tenant: str) -> Item:
     reasoning = read_part(given, ReasoningItem, where)
-    parts = {"summary": reasoning.summary, "content": reasoning.content or []}
+    content = reasoning.content or []
+    if reasoning.encrypted_content and not content:
+        text = unseal(REASONING, tenant, reasoning.encrypted_content)
+        if text is None:
+            # Another server's.
+            ignore(f"{where}.encrypted_content")
+        else:
+            content = [ReasoningPart(type="reasoning_text", text=text)]
+    parts = {"summary": reasoning.summary, "content": content}
     return {
         name: [{"type": part.type, "text": part.text} for part in texts]
         for name, texts in parts.items()
     }
 
 
-_KINDS: dict[str, tuple[str, Callable[[dict[str, Any], str], Item]]] = {
+def _compaction(given: dict[str, Any], where: str, tenant: str) -> Item:
+    sealed = read_part(given, CompactionItem, where).encrypted_content
+    summary = unseal(COMPACTION, tenant, sealed)
+    if summary is None:
+        raise field_error(
+            f"{where}.encrypted_content",
+            "can't be read: it is from another server or of another tenant, or was changed; send "
+            "the conversation itself",
+            code="unsupported",
+        )
+    return {"encrypted_content": sealed, "summary": summary}
+
+
+def _reference(given: dict[str, Any], where: str, tenant: str) -> Item:
+    read_part(given, ItemReference, where)
+    return {}
+
+
+_KINDS: dict[str, tuple[str, Callable[[dict[str, Any], str, str], Item]]] = {
     "message": ("msg_", _message),
     "function_call": ("fc_", _function_call),
-    "function_call_output": ("fco_", _function_output),
-    "reasoning": ("rs_", _reasoning),
+    "function_call_output": ("fco_", _output),
+    "custom_tool_call": ("ctc_", _custom_call),
+    "custom_tool_call_output": ("ctco_", _output),
+    REASONING: ("rs_", _reasoning),
+    COMPACTION: ("cmp_", _compaction),
+    REFERENCE: ("", _reference),
 }
 """The types of items: the prefix of new ids, and the reader."""
+
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+_BUILT_IN = frozenset(
+    {
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "code_interpreter_call",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "program",
+        "program_output",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+"""The types of items of built-in tools, which are left out like the tools themselves."""
 
 
 # --- turns for a chat template ------------------------------------------------------------------
@@ -250,15 +359,21 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
                 if text:
                     before = spoken.get("reasoning_content")
                     spoken["reasoning_content"] = f"{before}\n{text}" if before else text
-            case "function_call":
-                names[item["call_id"]] = item["name"]
-                calls.append(tool_call(item["call_id"], item["name"], item["arguments"]))
-            case "function_call_output":
+            case "function_call" | "custom_tool_call" as kind:
+                name = flat_name(item["name"], item.get("namespace"))
+                names[item["call_id"]] = name
+                custom = kind == "custom_tool_call"
+                arguments = {INPUT: item["input"]} if custom else item["arguments"]
+                calls.append(tool_call(item["call_id"], name, arguments))
+            case "function_call_output" | "custom_tool_call_output":
                 end_turn()
                 output = content_of(item["output"], "input")
                 turn: Turn = {"role": "tool", "content": output, "tool_call_id": item["call_id"]}
-                name = item.get("name") or names.get(item["call_id"])
-                turns.append(turn if name is None else turn | {"name": name})
+                named = item.get("name") or names.get(item["call_id"])
+                turns.append(turn if named is None else turn | {"name": named})
+            case "compaction":
+                end_turn()
+                turns.append({"role": "assistant", "content": item["summary"]})
             case _ if item["role"] == "assistant":
                 end_turn_if_begun()
                 # Its own reasoning has precedence.

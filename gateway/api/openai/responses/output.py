@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, assert_never
 
 from .....bus.public import Completion, CompletionSample, Output
@@ -21,10 +23,28 @@ from ....serving.times import time_usage
 from ....serving.tokenizer import Tokenizer
 from ..bodies import ReasoningOptions
 from ..errors import as_openai
-from .requests import ID_PREFIX, NeverBegun, ResponseCall, ResponseRecord
+from .items import REASONING
+from .requests import ENCRYPTED, ID_PREFIX, NeverBegun, ResponseCall, ResponseRecord
+from .sealed import seal
+from .tools import Origin, as_called, origins_of, shown_tools
 
 Answer = dict[str, Any]
-_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_PREFIXES = {
+    "reasoning": "rs_",
+    "text": "msg_",
+    "function_call": "fc_",
+    "custom_tool_call": "ctc_",
+}
+_CALL_EVENTS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}
+"""The events of a call, by the field that they carry."""
+
+_ITEM_ID = re.compile(rf"(?:{'|'.join(_PREFIXES.values())})([0-9a-f]{{1,64}})(?:_[0-9]+)?")
+
+
+def response_with(item_id: str) -> str:
+    """Return the id of the response with an item in its output; "" for a client's own item."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return f"{ID_PREFIX}{found[1]}" if found else ""
 
 
 class ItemEvent(NamedTuple):
@@ -40,13 +60,22 @@ class OutputItems(Blocks[ItemEvent]):
     Ids and events follow from the outputs alone, so that every gateway makes the same.
     """
 
-    def __init__(self, name: str, parts: MessageParts, names: TokenNames | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        parts: MessageParts,
+        names: TokenNames | None,
+        origins: Mapping[str, Origin],
+        sealed: Callable[[str], str] | None,
+    ) -> None:
         """Args:
         name: The items' ids are made of it.
         names: None where no logprobs are shown.
+        origins: The tools, as `origins_of` returns them.
+        sealed: Returns reasoning as clients hand it back; None if they don't want it.
         """
         super().__init__(parts)
-        self._name, self._names = name, names
+        self._name, self._names, self._origins, self._sealed = name, names, origins, sealed
         # Tokens that belong to no item yet, and how many came before.
         self._unshown: list[TokenRecord] = []
         self._num_tokens = 0
@@ -105,22 +134,24 @@ class OutputItems(Blocks[ItemEvent]):
         return events
 
     def called(self, call: ToolCall) -> list[ItemEvent]:
-        self._number["call"] += 1
+        fields = as_called(self._origins, call.name, call.arguments)
+        kind = fields["type"]
+        self._number[kind] += 1
         item: Answer = {
-            "id": self._id("call"),
-            "type": "function_call",
+            "id": self._id(kind),
+            "type": kind,
             "status": "completed",
             "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
+            **fields,
         }
+        (field,) = item.keys() & _CALL_EVENTS.keys()
+        event, text = f"response.{_CALL_EVENTS[field]}", item[field]
         place = {"item_id": item["id"], "output_index": len(self.blocks)}
-        done = {"name": call.name, "arguments": call.arguments}
-        event = "response.function_call_arguments"
+        named = {"name": item["name"]} if kind == "function_call" else {}
         events = [
-            self._item_event("added", item | {"status": "in_progress", "arguments": ""}),
-            ItemEvent(f"{event}.delta", place | {"delta": call.arguments}),
-            ItemEvent(f"{event}.done", place | done),
+            self._item_event("added", item | {"status": "in_progress", field: ""}),
+            ItemEvent(f"{event}.delta", place | {"delta": text}),
+            ItemEvent(f"{event}.done", place | named | {field: text}),
             self._item_event("done", item),
         ]
         self.blocks.append(item)
@@ -143,6 +174,8 @@ class OutputItems(Blocks[ItemEvent]):
     def _item(self, status: str, content: list[Answer]) -> Answer:
         if self.kind == "reasoning":
             item: Answer = {"id": self._id("reasoning"), "type": "reasoning", "status": status}
+            if self._sealed is not None and content:
+                item["encrypted_content"] = self._sealed(content[0]["text"])
             return item | {"summary": [], "content": content}
         item = {"id": self._id("text"), "type": "message", "role": "assistant"}
         return item | {"status": status, "content": content}
@@ -187,6 +220,7 @@ class ResponseWriter:
         """Return the reader of the output."""
         tokenizer, form, reading = self.tokenizer, self.form, self.record.reading
         shows = self.call.logprobs
+        wants_sealed = ENCRYPTED in self.call.fields.include
         parts = MessageParts(
             tokenizer,
             self.record.sampling,
@@ -200,6 +234,8 @@ class ResponseWriter:
             self.record.id.removeprefix(ID_PREFIX),
             parts,
             TokenNames(tokenizer, as_ids=False) if shows else None,
+            origins_of(self.call.fields.tools),
+            partial(seal, REASONING, self.record.tenant) if wants_sealed else None,
         )
 
     def failed(self, error: NanoInferenceError) -> Answer:
@@ -242,7 +278,9 @@ class ResponseWriter:
         if usage.cached_completion_tokens:
             details["cached_tokens"] = usage.cached_completion_tokens
         answer |= {
-            "completed_at": completion.timings.finished_ns / 1e9 if status == "completed" else None,
+            "completed_at": completion.timings.finished_ns // 10**9
+            if status == "completed"
+            else None,
             "output": [] if sample is None else items.blocks,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -276,25 +314,31 @@ class ResponseWriter:
             "completed_at": None,
             "status": status,
             "background": fields.background,
+            "conversation": {"id": fields.conversation_id} if fields.conversation_id else None,
             "error": None,
             "incomplete_details": None,
             "instructions": fields.instructions,
             "max_output_tokens": fields.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": fields.metadata,
             "model": self.call.model,
             "output": [],
             "parallel_tool_calls": fields.parallel_tool_calls,
+            "presence_penalty": self.call.sampling.presence_penalty,
+            "frequency_penalty": self.call.sampling.frequency_penalty,
             "previous_response_id": fields.previous_response_id,
+            "prompt_cache_key": None,
+            "safety_identifier": None,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "service_tier": "default",
             "store": fields.store,
             "temperature": self.call.sampling.temperature,
             "text": {"format": fields.text.format or {"type": "text"}},
             "tool_choice": fields.tool_choice or "auto",
-            "tools": fields.tools,
+            "tools": shown_tools(fields.tools),
             "top_logprobs": fields.top_logprobs or 0,
             "top_p": self.call.sampling.top_p,
-            "truncation": "disabled",
+            "truncation": fields.truncation,
             "usage": None,
             "user": None,
             "system_fingerprint": None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -17,7 +17,8 @@ from ....server.http import EngineError, field_error
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
 from ....serving.durable_calls import CallHead, DurableRecord
-from ....serving.fields import Body, adapter_of, engine_priority, read_part
+from ....serving.fields import Body, engine_priority, ignore, read_part
+from ....serving.model_names import adapter_of
 from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
 from ..bodies import ResponseBody
 from .items import Item, items_of, turns_of
@@ -26,8 +27,18 @@ ID_PREFIX = "resp_"
 """The beginning of each response's id."""
 
 LOGPROBS = "message.output_text.logprobs"
-# Reasoning is returned as it is, so that no encrypted copy is needed.
-_NEUTRAL = frozenset({"reasoning.encrypted_content"})
+ENCRYPTED = "reasoning.encrypted_content"
+# There are no built-in tools whose results could be included.
+_NEUTRAL = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 _MOST_METADATA = 16
 _MOST_LISTED = 100
@@ -79,6 +90,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     Attributes:
         items: The conversation before its output, without instructions.
+        num_before: How many of the items are of an earlier response, or of its conversation.
         prompt: The tokens that are submitted, with images the text; none where no gateway has to
             submit them again.
         deadline_ns: On the clock of `now_ns`; None without a limit.
@@ -91,6 +103,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     call: ResponseCall
     items: list[Item]
+    num_before: int = 0
     prompt: str | tuple[int, ...] = ()
     deadline_ns: int | None = None
     caller: Caller = ANYBODY
@@ -155,7 +168,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
 
 def read_response(
-    body: Body, config: Config, max_model_len: int
+    body: Body, config: Config, max_model_len: int, tenant: str
 ) -> tuple[ResponseCall, list[Item]]:
     """Read a body of `/v1/responses`: the call, and its input.
 
@@ -167,18 +180,23 @@ def read_response(
     """
     fields = read_part(body, ResponseBody)
     for place, each in enumerate(fields.include):
-        if each != LOGPROBS and each not in _NEUTRAL:
-            param = f"include[{place}]"
+        param = f"include[{place}]"
+        if each in _NEUTRAL:
+            ignore(param)
+        elif each not in (LOGPROBS, ENCRYPTED):
             raise field_error(
                 param,
-                f": {shown(each)} is not there to be included; {LOGPROBS} is",
+                f": {shown(each)} is not there to be included; {LOGPROBS} and {ENCRYPTED} are",
                 code="unsupported",
             )
     logprobs = LOGPROBS in fields.include
     if fields.top_logprobs and not logprobs:
         raise field_error("top_logprobs", f"takes {LOGPROBS} in include")
-    if len(fields.metadata) > _MOST_METADATA:
-        raise field_error("metadata", f"has more than {_MOST_METADATA} texts")
+    check_metadata(fields.metadata)
+    if fields.conversation_id and fields.previous_response_id:
+        raise field_error(
+            "previous_response_id", "and conversation both say what comes before; give one of them"
+        )
     if fields.background and not fields.store:
         raise field_error("background", "takes store: true, or no client could find it")
     call = ResponseCall(
@@ -199,7 +217,13 @@ def read_response(
         ),
         logprobs=logprobs,
     )
-    return call, items_of(fields.input)
+    return call, items_of(fields.input, tenant)
+
+
+def check_metadata(metadata: Sized) -> None:
+    """Raises FieldError: There are too many."""
+    if len(metadata) > _MOST_METADATA:
+        raise field_error("metadata", f"has more than {_MOST_METADATA} texts")
 
 
 def _constraint(fields: ResponseBody) -> Constraint | None:
@@ -221,8 +245,10 @@ def conversation_of(fields: ResponseBody, items: Iterable[Item]) -> Conversation
     if fields.instructions:
         turns.append({"role": "system", "content": fields.instructions})
     effort = fields.reasoning.effort if fields.reasoning else None
+    turns += turns_of(items)
     return Conversation(
-        turns=turns + turns_of(items),
+        # A chat template needs a message.
+        turns=turns or [{"role": "user", "content": ""}],
         variables=fields.chat_template_kwargs,
         reasoning=reasoning_of_effort(effort, "reasoning.effort"),
     )

@@ -17,6 +17,7 @@ from ....serving.begun_calls import BegunCalls, Found, decode_record, pauses_s
 from ....serving.durable_calls import Attachment, IdempotencyKey
 from ....serving.services import Services
 from ....serving.tokenizer import READING
+from .conversations import Conversations
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter
 from .requests import NeverBegun, ResponseRecord
@@ -42,6 +43,7 @@ class StoredResponses(BegunCalls[ResponseRecord]):
     def __init__(self, services: Services) -> None:
         super().__init__(services.durable, ResponseRecord, unknown)
         self._services = services
+        self.conversations = Conversations(services)
 
     async def find_stored(
         self, call: Call, response_id: str, again: IdempotencyKey | None = None
@@ -87,12 +89,16 @@ class StoredResponses(BegunCalls[ResponseRecord]):
             last = await services.submissions.filtered_end(_call_of(record), request, last)
         writer = await self.writer(record)
         made = last.usage.completion_tokens if isinstance(last, Completion) else 0
-        return await self.beside(made, partial(writer.known, kept, last))
+        answer = await self.beside(made, partial(writer.known, kept, last))
+        await self.conversations.add_response(record, answer)
+        return answer
 
     async def ended(self, writer: ResponseWriter, completion: Completion) -> Answer:
-        """Return a response that has ended."""
+        """Return a response that has ended, once its conversation has it."""
         made = completion.usage.completion_tokens
-        return await self.beside(made, partial(writer.ended, completion))
+        answer = await self.beside(made, partial(writer.ended, completion))
+        await self.conversations.add_response(writer.record, answer)
+        return answer
 
     async def beside(self, tokens: int, work: Callable[[], T]) -> T:
         """Read so many tokens of an output, many of them in a thread."""
@@ -265,8 +271,8 @@ class BackgroundResponses(StoredResponses):
                     (completion,) = await self._services.submissions.run(
                         run.call, [request], attachment=attachment
                     )
-                    if record.reading is not None:
-                        # Count the message, which no client may ever read.
+                    if record.reading is not None or record.call.fields.conversation_id:
+                        # No client may ever read the message, which is to be counted and kept.
                         await self.ended(await self.writer(record, first=True), completion)
                 except NanoInferenceError as error:
                     await self._fail(run, attachment, error)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from ..fixed_tiles import FixedTiles
 from ..kernels import cpu
 from ..kernels.cpu import Linear, LinearKind
+from ..kernels.packed import Packed
 from ..linear.choose import method_of
-from ..linear.method import Packed
 
 
 @dataclass

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..kernels import cpu
+from ..kernels.codes import PANEL
 from ..kernels.compile import KernelsUnavailable
 from ..kernels.cpu import Linear, LinearKind
-from ..linear.codes import PANEL
+from ..kernels.packed import Packed
 from ..linear.experts import ExpertCodes, QuantizedExperts
-from ..linear.method import Packed
 from .calls import Calls, kind_of
 
 

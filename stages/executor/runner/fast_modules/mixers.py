@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..kernels.cpu import Linear
 from ..kernels.mixers import DeltaMixer, KernelOperators
+from ..kernels.packed import Packed
 from ..kv_cache import KVCache
 from ..linear.choose import method_of
-from ..linear.method import Packed
 from ..loaded_model import LoadedModel
 from ..mixers.find import Mixers
 from .calls import Calls, pack

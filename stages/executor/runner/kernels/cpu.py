@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import c_float, c_long, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from ..attention_options import AttentionOptions
 from ..batch import DecodeRows
-from ..linear.method import Packed, PackedSum
+from .choose import first_usable
 from .compile import (
     BFLOAT16,
     BFLOAT16_AVX2,
@@ -31,19 +30,13 @@ from .compile import (
     SAMPLING,
     SAMPLING_AVX2,
     TILES,
-    KernelsUnavailable,
     Library,
     digest_of,
-    load_library,
 )
+from .packed import Packed, PackedSum
 
 if TYPE_CHECKING:
-    from .codes import CodesArgument
-
-MOST_INSTRUCTIONS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
-"""oneDNN's limit for PyTorch's own products. Here it decides whether AMX is used, and whether
-AVX-512 is.
-https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html"""
+    from .codes_argument import CodesArgument
 
 # The first usable one is taken; the last one's reason is reported.
 LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
@@ -100,7 +93,6 @@ class _Attention(ctypes.Structure):
     )
 
 
-_TYPES = {"p": c_void_p, "l": c_long, "f": c_float}
 _SIGNATURES = {
     "linear": "pplpp",
     "gate": "ppll",
@@ -148,65 +140,10 @@ def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
     return first_usable(LIBRARIES.get(dtype, ()), _SIGNATURES, f"{dtype} on cpu")
 
 
-def first_usable(
-    candidates: Sequence[Library], signatures: Mapping[str, str], purpose: str = ""
-) -> tuple[Library, ctypes.CDLL]:
-    """Return the first library that this machine can use, with its functions declared.
-
-    Args:
-        candidates: The libraries, the best one first.
-        signatures: The letters of `_TYPES` for the arguments of each function.
-        purpose: The use, for the error without candidates.
-
-    Raises:
-        KernelsUnavailable: There is none, or none on this machine.
-    """
-    reason = f"there are none for {purpose}"
-    for candidate in candidates:
-        try:
-            return candidate, _prepared(candidate, signatures)
-        except KernelsUnavailable as error:
-            # Only the text: a local error would form a cycle with this frame, and keep the objects
-            # of all callers' frames, such as a model.
-            reason = str(error)
-    raise KernelsUnavailable(reason)
-
-
-def _allowed(candidate: Library) -> bool:
-    most = os.environ.get(MOST_INSTRUCTIONS_VARIABLE, "").upper()
-    # oneDNN ignores unknown values.
-    if "AMX" in most or not most.startswith(("SSE", "AVX")):
-        return True
-    if most.startswith(("AVX512", "AVX10")):
-        return not _has_tiles(candidate)
-    return candidate.instructions == "AVX2"
-
-
-def _has_tiles(candidate: Library) -> bool:
-    return candidate.processor == TILES.processor
-
-
-def _prepared(candidate: Library, signatures: Mapping[str, str]) -> ctypes.CDLL:
-    if not _allowed(candidate):
-        raise KernelsUnavailable(f"{MOST_INSTRUCTIONS_VARIABLE} allows no {candidate.instructions}")
-    loaded = _declared(load_library(candidate), signatures)
-    if _has_tiles(candidate) and not loaded.allow_tiles():
-        raise KernelsUnavailable(f"the system does not allow {candidate.instructions}")
-    return loaded
-
-
 @cache
 def sampling_library() -> ctypes.CDLL:
     """Return the library for logits, likewise."""
     return first_usable(_SAMPLING_LIBRARIES, _SAMPLING_SIGNATURES)[1]
-
-
-def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> ctypes.CDLL:
-    for name, arguments in signatures.items():
-        function = getattr(loaded, name)
-        function.argtypes = [_TYPES[each] for each in arguments]
-        function.restype = None
-    return loaded
 
 
 class Linear:
@@ -244,10 +181,10 @@ class Linear:
         self._name = "weight"
         self._codes: list[CodesArgument] = []
         if layers[0].codes is not None:
-            from . import codes
+            from .codes_argument import CodesArgument
 
             self._name = "codes"
-            self._codes = [codes.CodesArgument(layer) for layer in layers]
+            self._codes = [CodesArgument(layer) for layer in layers]
             self._arguments.codes[: len(layers)] = [each.argument for each in self._codes]
 
     def find_weights(self) -> None:

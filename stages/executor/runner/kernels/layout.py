@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from .choose import first_usable
 from .compile import LAYOUT, LAYOUT_AVX2, KernelsUnavailable
-from .cpu import first_usable
-
-if TYPE_CHECKING:
-    from ..linear.codes import Codes
 
 SIGNATURES = {"pack_codes": "pllllp", "unpack_codes": "pllllpfppllp"}
 
@@ -27,12 +22,13 @@ def layout_library() -> ctypes.CDLL | None:
         return None
 
 
-def put_codes(form: Codes, codes: Tensor, packed: Tensor) -> bool:
-    """Pack codes; see `pack_plain`.
+def put_codes(codes: Tensor, padded_inputs: int, bits: int, packed: Tensor) -> bool:
+    """Pack codes; see `codes.pack_plain`.
 
     Args:
-        form: The form of the codes.
         codes: `[outputs, inputs]` uint8, one code each.
+        padded_inputs: Inputs with padding.
+        bits: Of a code, 8 or 4.
         packed: The result, `[panels, steps, PANEL, STEP]` uint8.
 
     Returns:
@@ -42,52 +38,55 @@ def put_codes(form: Codes, codes: Tensor, packed: Tensor) -> bool:
     if library is None or not _is_usable(packed):
         return False
     codes = codes.contiguous()
-    library.pack_codes(
-        codes.data_ptr(),
-        form.outputs,
-        form.inputs,
-        form.padded_inputs,
-        form.bits,
-        packed.data_ptr(),
-    )
+    library.pack_codes(codes.data_ptr(), *codes.shape, padded_inputs, bits, packed.data_ptr())
     return True
 
 
-def unpacked(
-    form: Codes, packed: Tensor, values: Tensor | None, scales: Tensor, offsets: Tensor | None
-) -> Tensor | None:
-    """Return the weights, `[outputs, inputs]` float32, exactly; None if that is left to torch.
+def put_weights(
+    packed: Tensor,
+    padded_inputs: int,
+    bits: int,
+    values: Tensor | None,
+    zero: int,
+    scales: Tensor,
+    offsets: Tensor | None,
+    group: int,
+    weights: Tensor,
+) -> bool:
+    """Unpack weights exactly.
 
     Args:
-        form: The form of the codes.
         packed: `[panels, steps, PANEL, STEP]` uint8.
+        padded_inputs: Inputs with padding.
+        bits: Of a code, 8 or 4.
         values: Values of the codes, float32; None for the codes themselves.
+        zero: Subtracted from the values.
         scales: `[outputs, groups]` float32.
         offsets: Likewise, or None.
+        group: Inputs that share a scale.
+        weights: The result, `[outputs, inputs]` float32.
+
+    Returns:
+        False, and nothing is unpacked, if that is left to torch.
     """
     library = layout_library()
     if library is None or not _is_usable(packed):
-        return None
-    weights = torch.empty(form.outputs, form.inputs)
+        return False
     numbers = [None if each is None else each.contiguous() for each in (values, scales, offsets)]
-    values_at, scales_at, offsets_at = (
-        None if each is None else each.data_ptr() for each in numbers
-    )
+    places = [None if each is None else each.data_ptr() for each in numbers]
     library.unpack_codes(
         packed.data_ptr(),
-        form.outputs,
-        form.inputs,
-        form.padded_inputs,
-        form.bits,
-        values_at,
-        form.zero,
-        scales_at,
-        offsets_at,
-        form.groups,
-        form.group,
+        *weights.shape,
+        padded_inputs,
+        bits,
+        places[0],
+        zero,
+        *places[1:],
+        scales.shape[1],
+        group,
         weights.data_ptr(),
     )
-    return weights
+    return True
 
 
 def _is_usable(packed: Tensor) -> bool:

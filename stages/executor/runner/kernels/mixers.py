@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 from ..batch import IntArray
 from ..fixed_tiles import elementwise
 from . import cpu
+from .choose import first_usable
 from .compile import digest_of
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     Raises:
         KernelsUnavailable: There is none, or none on this machine.
     """
-    return cpu.first_usable(_LIBRARIES.get(dtype, ()), _SIGNATURES, f"{dtype} on cpu")[1]
+    return first_usable(_LIBRARIES.get(dtype, ()), _SIGNATURES, f"{dtype} on cpu")[1]
 
 
 class _Segments(ctypes.Structure):

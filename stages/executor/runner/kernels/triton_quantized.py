@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ..linear.codes import PANEL, Codes
-from ..linear.method import Packed
+from .codes import PANEL, Codes
+from .packed import Packed
 
 _STEPS = 16
 """Words of an output per iteration, each with the codes of 4 or 8 inputs: a product's inner side is

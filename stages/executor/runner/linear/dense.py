@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..kernels.packed import Packed
 from ..shards import Box, whole_box
-from .method import LinearMethod, Packed
+from .method import LinearMethod
 
 
 class DenseLinear(LinearMethod):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _default_apply_gate
 
+from ..kernels.codes import Codes, unpack
 from ..shards import Box, whole_box
-from .codes import Codes, unpack
 from .requantizing import CodesBox
 from .rounding import Rounding, round_weight
 

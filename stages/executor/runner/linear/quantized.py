@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from ..kernels.codes import PANEL, Codes, unpack, unpack_rows
+from ..kernels.packed import Packed
 from ..shards import Box, whole_box
-from .codes import PANEL, Codes, unpack, unpack_rows
-from .method import LinearMethod, Packed
+from .method import LinearMethod
 from .requantizing import CodesBox
 from .rounding import Rounding
 

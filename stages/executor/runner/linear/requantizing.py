@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels.codes import PANEL, Codes, PlainCodes, Scales, pack_plain, unpack
 from ..shards import Box, Held
-from .codes import PANEL, Codes, PlainCodes, Scales, pack_plain, unpack
 from .rounding import Rounding, round_rows
 
 _ROUNDED = 1 << 20

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .codes import PANEL, Codes, PlainCodes, Scales, put_plain
+from ..kernels.codes import PANEL, Codes, PlainCodes, Scales, put_plain
 
 _SLAB = 1 << 18
 """Numbers that are rounded at a time, 1 MiB in float32, so that temporary tensors are small."""

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..kernels.packed import Packed, PackedSum
 from ..linear.choose import method_of
 from ..linear.dense import pack_dense
-from ..linear.method import LinearMethod, LoraPair, Packed, PackedSum, Place
+from ..linear.method import LinearMethod, LoraPair, Place
 from ..shards import Box, boxes_in, whole_box
 from .group import Layout
 from .plan import Style

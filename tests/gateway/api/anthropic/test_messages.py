@@ -117,8 +117,10 @@ async def test_the_stop_reason_is_reported(http: Client) -> None:
     answer = await posted(http, stop_sequences=["nothing", last])
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", last)
     http.engine.outputs = lambda request: [completion(request)]
-    answer = await posted(http)
+    answer = await posted(http, max_tokens=2)
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
+    answer = await posted(http, max_tokens=3)
+    assert answer["stop_reason"] == "model_context_window_exceeded"
 
     def aborted(request: GenerateRequest) -> list[Output]:
         return [completion(request, told(request, 0, "abort"), status="cancelled")]
@@ -223,7 +225,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("messages", messages=[]),
     invalid("messages", messages="a"),
     invalid("messages[0].role", messages=[{"role": "tool", "content": "a"}]),
-    invalid("messages[0]", messages=[{"role": "user"}]),
+    invalid("messages[0].content", messages=[{"role": "user"}]),
+    invalid("messages[0].content", messages=[{"role": "user", "content": None}]),
+    invalid("messages", messages=[{"role": "system", "content": []}]),
     invalid("messages[1].content", messages=[HELLO, {"role": "assistant", "content": ""}]),
     invalid("messages[0].content[0].text", messages=user(BLOCK | {"text": 5})),
     invalid("messages[0].content[1].source.url", NOT_SUPPORTED, messages=user(BLOCK, IMAGE)),
@@ -231,9 +235,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("system", system=5),
     invalid("system[0]", "unsupported", system=[IMAGE]),
     invalid("stop_sequences", stop_sequences="a"),
-    invalid("output_config.effort", "unsupported", output_config={"effort": "low"}),
     invalid("service_tier", "unsupported", service_tier="flex"),
-    invalid("speed", "unsupported", speed="fast"),
+    invalid("inference_geo", "unsupported", inference_geo="eu"),
+    invalid("compaction", "unsupported", compaction={"type": "compaction"}),
     invalid("budget_ms", "invalid_budget", budget_ms=1e300),
     invalid("max_token", "unsupported", max_token=5),
     invalid(

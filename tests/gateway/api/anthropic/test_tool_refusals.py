@@ -50,6 +50,7 @@ def thinking(**fields: Any) -> dict[str, Any]:
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.org/a.png"}}
 NO_SCHEMA = {"name": "f"}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("tools[0]", tools=[NO_SCHEMA]),
     invalid("tools[2].name", tools=[WEATHER, TIME, WEATHER]),
@@ -57,9 +58,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("tools[1].name", **tool(name="a b")),
     invalid("tools[1].name", **tool(name="a" * 129)),
     invalid("tools[1].input_schema.type", **tool(input_schema={"type": "string"})),
-    invalid("tools[1]", "unsupported", **tool(type="web_search_20250305")),
-    invalid("tools[1].allowed_callers[0]", **tool(allowed_callers=["code_execution_20250825"])),
-    invalid("mcp_servers", "unsupported", mcp_servers=[{"name": "x"}]),
+    invalid("tools[1]", "unsupported", **tool(type="browser_toolset_20260801")),
+    invalid("tool_choice", tools=[SEARCH], tool_choice={"type": "any"}),
+    invalid(
+        "tool_choice.name",
+        "unsupported",
+        tools=[TIME, SEARCH],
+        tool_choice={"type": "tool", "name": "web_search"},
+    ),
+    invalid(
+        "tools[1].allowed_callers",
+        "unsupported",
+        **tool(allowed_callers=["code_execution_20250825"]),
+    ),
     invalid("tool_choice.type", tool_choice={"type": "some"}),
     invalid("tool_choice.name", tool_choice={"type": "tool"}),
     invalid("tool_choice.name", tool_choice={"type": "tool", "name": "moon"}),
@@ -80,6 +91,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     invalid("output_config.effort", output_config={"effort": "some"}),
     invalid("output_config.x", "unsupported", output_config={"task_budget": {}, "x": 1}),
+    invalid(
+        "output_config.task_budget", "unsupported", output_config={"task_budget": {"total": 1}}
+    ),
     invalid("messages[1].content[0]", messages=[USER, CALLED]),
     invalid("messages[1].content[0]", messages=[USER, CALLED, USER]),
     invalid("messages[1].content[1].id", messages=[USER, assistant(USE, USE), user(RESULT)]),
@@ -164,12 +178,15 @@ async def test_an_unknown_message_format_refuses_tools_and_thinking(
     settings.pop("response_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     plain = {"max_tokens": 90, "messages": [USER]}
-    for fields, param in ((ASKED, "tools"), (thinking(type="adaptive"), "thinking")):
+    enabled = thinking(type="enabled", budget_tokens=9)
+    for fields, param in ((ASKED, "tools"), (enabled, "thinking")):
         error = (await http.post(PATH, json=plain | fields)).json()["error"]
         assert (error["code"], error["param"]) == ("unsupported", param)
         assert "gateway.message_format" in error["message"]
     for fields in (ASKED | {"tool_choice": {"type": "none"}}, thinking(type="disabled")):
         assert (await http.post(PATH, json=plain | fields)).status_code == 200
+    adaptive = await http.post(PATH, json=plain | thinking(type="adaptive"))
+    assert (adaptive.status_code, adaptive.headers["X-Ignored-Fields"]) == (200, "thinking")
 
 
 async def test_the_input_of_a_call_may_be_null(http: Client) -> None:

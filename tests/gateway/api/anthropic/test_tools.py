@@ -100,7 +100,7 @@ async def test_an_empty_message_has_an_empty_text(
         # Nobody has told the model of tools.
         ({"tools": []}, "stop", "end_turn", ["text"]),
         ({"tool_choice": {"type": "none"}}, "stop", "end_turn", ["text"]),
-        ({}, "length", "max_tokens", ["tool_use"]),
+        ({"max_tokens": 5}, "length", "max_tokens", ["tool_use"]),
         ({}, "abort", "pause_turn", ["tool_use"]),
         ({}, "stop", "tool_use", ["tool_use"]),
     ],

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import structlog
 
 from nano_inference.config import ConfigError
 from nano_inference.gateway.api.kserve.grpc_connection import client_of
 from nano_inference.gateway.gateway import Gateway
+from nano_inference.kserve.grpc_codec import encode_infer_request
 from nano_inference.kserve.protobuf import METHODS
+from nano_inference.kserve.tensors import InferRequest, NamedTensor
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ....certificates import Authority, Issued
@@ -129,6 +132,25 @@ async def test_calls_beyond_the_limit_are_refused_with_retry_after() -> None:
         model.free.set()
         assert len(await stream.read_all()) == 1
         assert values(await call("ModelInfer", request())) == [1, 2]
+
+
+async def test_trailing_metadata_names_the_ignored_parameters() -> None:
+    ids = NamedTensor("input_ids", np.array([1, 2]))
+    given: dict[str, Any] = {"max_tokens": 2, "flat_logprobs": True, "colour": "red"}
+    asked = InferRequest(model_name="tiny.tokens", inputs=(ids,), parameters=given)
+    data = encode_infer_request(asked).SerializeToString()
+    async with served() as (_, call):
+        failed = await call("ModelInfer", data)
+        assert (failed.stable, failed.trailers["x-ignored-fields"]) == (
+            "unsupported",
+            "parameters.flat_logprobs",
+        )
+        assert "parameters.colour" in failed.details
+    async with served(unknown_fields="ignore") as (_, call):
+        begun = call.begin("ModelInfer", data)
+        assert not isinstance(await call.end("ModelInfer", begun), Failed)
+        trailers = dict(await begun.trailing_metadata())
+        assert trailers["x-ignored-fields"] == "parameters.flat_logprobs, parameters.colour"
 
 
 async def test_bytes_of_all_messages_are_limited() -> None:

@@ -198,7 +198,7 @@ async def test_a_grammar_is_made_beside_the_event_loop(
     assert threading.current_thread() not in threads
 
 
-async def test_an_unknown_message_format_refuses_tools_and_reasoning(
+async def test_an_unknown_message_format_refuses_tools_and_turns_no_reasoning_on(
     engine: FakeEngine, calling: Config
 ) -> None:
     config = replace(calling, gateway=replace(calling.gateway, message_format="off"))
@@ -207,7 +207,10 @@ async def test_an_unknown_message_format_refuses_tools_and_reasoning(
         assert refusal(answer) == ("unsupported", "tools")
         assert "gateway.message_format" in answer.json()["error"]["message"]
         answer = await http.post(PATH, json={"messages": HELLO, "reasoning_effort": "low"})
-        assert refusal(answer) == ("unsupported", "reasoning_effort")
+        assert (answer.status_code, answer.headers["X-Ignored-Fields"]) == (200, "reasoning_effort")
+        prompts = {request.prompt_token_ids for request in engine.requests}
+        await http.post(PATH, json={"messages": HELLO})
+        assert prompts == {engine.requests[-1].prompt_token_ids}
 
 
 # --- reasoning ------------------------------------------------------------------------------------

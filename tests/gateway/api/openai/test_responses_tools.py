@@ -86,7 +86,7 @@ async def test_reasoning_text_and_calls_are_items_in_order(http: Client, model: 
     assert all(each.startswith("call_") for each in ids)
     assert answer["status"] == "completed"
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
-    assert answer["tools"] == ASKED["tools"]
+    assert answer["tools"] == [WEATHER, CLOCK | {"description": None, "strict": False}]
     assert (answer["tool_choice"], answer["parallel_tool_calls"]) == ("auto", True)
     assert answer["reasoning"] == {"effort": None, "summary": None}
 

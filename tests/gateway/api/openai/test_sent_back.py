@@ -60,6 +60,7 @@ ADDED: dict[str, dict[str, Any]] = {
 }
 REASONING: dict[str, dict[str, Any]] = {
     "vLLM": {"reasoning": "I have to look."},
+    "Copilot": {"reasoning_text": "I have to look."},
     "Mistral's parts": {"content": [thinking([TEXT | {"text": "I have to look."}]), TEXT]},
     "Anthropic's parts": {"content": [thinking(signature="x"), TEXT]},
     "LangChain's parts": {"content": [{"type": "reasoning", "reasoning": "I have to look."}, TEXT]},
@@ -194,3 +195,44 @@ async def test_both_limits_on_tokens_hold(http: Client, model: Model) -> None:
         fields = dict(zip(("max_tokens", "max_completion_tokens"), both, strict=True))
         assert (await http.post(CHAT, json={"messages": [USER]} | fields)).status_code == 200
         assert model.requests[-1].sampling.max_tokens == 5
+
+
+SWITCHES: list[tuple[dict[str, Any], str]] = [
+    ({"enable_thinking": True}, "<think>\n"),
+    ({"thinking": {"type": "enabled"}}, "<think>\n"),
+    ({"reasoning": {"effort": "high"}}, "<think>\n"),
+    ({"reasoning": {"enabled": True, "summary": "auto"}}, "<think>\n"),
+    ({"enable_thinking": False}, "<think>\n\n</think>\n\n"),
+    ({"thinking": {"type": "disabled"}, "reasoning_effort": "none"}, "<think>\n\n</think>\n\n"),
+    ({"reasoning": {"enabled": False}}, "<think>\n\n</think>\n\n"),
+    ({"thinking": {"type": "auto"}}, "assistant\n"),
+]
+
+
+async def test_reasoning_is_switched_by_any_name(http: Client, model: Model) -> None:
+    for fields, end in SWITCHES:
+        answer = await http.post(CHAT, json={"messages": [USER]} | fields)
+        assert answer.status_code == 200, answer.text
+        assert model.prompt().endswith(end), fields
+
+
+async def test_budgets_and_omission_have_several_names(http: Client, model: Model) -> None:
+    model.says("<think>\nI have to look.\n</think>\n\nIt rains.")
+    constraints = []
+    for fields in (
+        {"thinking_token_budget": 7},
+        {"thinking": {"type": "auto", "budget_tokens": 7}},
+        {"reasoning": {"max_tokens": 7, "exclude": True}},
+    ):
+        answer = await http.post(CHAT, json={"messages": [USER]} | fields)
+        assert answer.status_code == 200, answer.text
+        constraints.append(model.constraint)
+    assert constraints[0] is not None
+    assert constraints == constraints[:1] * 3
+    assert "reasoning_content" not in answer.json()["choices"][0]["message"]
+
+
+async def test_contradictory_requests_for_reasoning_are_refused(http: Client) -> None:
+    fields = {"enable_thinking": True, "reasoning_effort": "none"}
+    answer = await http.post(CHAT, json={"messages": [USER]} | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "enable_thinking")

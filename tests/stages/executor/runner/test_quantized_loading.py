@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from nano_inference.config import EngineConfig, ModelError
 from nano_inference.stages.executor import load_model
 from nano_inference.stages.executor.runner import model as model_loading
-from nano_inference.stages.executor.runner.linear.codes import Codes, PlainCodes, Scales
+from nano_inference.stages.executor.runner.kernels.codes import Codes, PlainCodes, Scales
 from nano_inference.stages.executor.runner.linear.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
 )
 from nano_inference.stages.executor.runner.linear.rounding import Rounding, round_weight
 from nano_inference.stages.executor.runner.loaded_model import LoadedModel
-from nano_inference.stages.executor.runner.quantized_loading import LayerCodes, StoredCodes
+from nano_inference.stages.executor.runner.quantization.loading import LayerCodes, StoredCodes
 
 from ..models import make_model, save
 from ..vision_models import make_vision_model

@@ -2,5 +2,5 @@
 
 `stored` has the contract and the checks that formats share, `choose` finds the format of a
 `quantization_config`. A format is pure: it turns the tensors of one layer into codes. The files are
-read by `runner.quantized_loading`.
+read by `runner.quantization.loading`.
 """

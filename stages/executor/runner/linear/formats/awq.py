@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..codes import PlainCodes, Scales
+from ...kernels.codes import PlainCodes, Scales
 from .stored import (
     CheckpointFormat,
     ReadLayer,

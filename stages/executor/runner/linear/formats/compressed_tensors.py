@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ......config import ModelError
-from ..codes import Codes, PlainCodes, Scales
+from ...kernels.codes import Codes, PlainCodes, Scales
 from .float4 import read_mxfp4, read_nvfp4
 from .fp8 import read_fp8, spread_scales
 from .stored import (

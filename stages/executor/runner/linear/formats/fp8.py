@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..codes import Codes, PlainCodes, Scales
+from ...kernels.codes import Codes, PlainCodes, Scales
 from .float4 import exponents, read_nvfp4
 from .stored import (
     CheckpointFormat,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ......config import ModelError
-from ..codes import Codes, PlainCodes, Scales
+from ...kernels.codes import Codes, PlainCodes, Scales
 from .stored import (
     CheckpointFormat,
     ReadLayer,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ......config import ModelError
-from ..codes import Codes, PlainCodes, Scales
+from ...kernels.codes import Codes, PlainCodes, Scales
 
 T = TypeVar("T")
 

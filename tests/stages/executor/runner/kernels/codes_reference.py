@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nano_inference.stages.executor.runner.linear.codes import (
+from nano_inference.stages.executor.runner.kernels.codes import (
     Codes,
     Numbers,
     PlainCodes,
     Scales,
     pack_plain,
 )
-from nano_inference.stages.executor.runner.linear.method import Packed
+from nano_inference.stages.executor.runner.kernels.packed import Packed
 
 
 class Case(NamedTuple):

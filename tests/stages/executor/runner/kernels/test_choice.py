@@ -9,13 +9,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from nano_inference.stages.executor.runner.kernels import cpu
+from nano_inference.stages.executor.runner.kernels import choose, cpu
+from nano_inference.stages.executor.runner.kernels.choose import MOST_INSTRUCTIONS_VARIABLE
 from nano_inference.stages.executor.runner.kernels.compile import TILES, KernelsUnavailable, Library
 
 
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(cpu.MOST_INSTRUCTIONS_VARIABLE, raising=False)
+    monkeypatch.delenv(MOST_INSTRUCTIONS_VARIABLE, raising=False)
     for each in (cpu._chosen, cpu.sampling_library):
         each.cache_clear()
     yield
@@ -33,7 +34,7 @@ def allow(monkeypatch: pytest.MonkeyPatch, processor: str, *, tiles: bool) -> No
         loaded.allow_tiles.return_value = int(tiles)
         return loaded
 
-    monkeypatch.setattr(cpu, "load_library", load)
+    monkeypatch.setattr(choose, "load_library", load)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_the_variable_of_onednn_forbids_tiles(
     monkeypatch: pytest.MonkeyPatch, most: str, chosen: str
 ) -> None:
     allow(monkeypatch, "avx512f avx512_bf16 amx_bf16 avx2 fma", tiles=True)
-    monkeypatch.setenv(cpu.MOST_INSTRUCTIONS_VARIABLE, most)
+    monkeypatch.setenv(MOST_INSTRUCTIONS_VARIABLE, most)
     assert cpu.instructions(torch.bfloat16) == chosen
     assert cpu.instructions(torch.float32) == "AVX-512"
 
@@ -77,7 +78,7 @@ def test_the_variable_of_onednn_keeps_all_libraries_to_avx2(
     monkeypatch: pytest.MonkeyPatch, most: str
 ) -> None:
     allow(monkeypatch, "avx512f avx512_bf16 amx_bf16 avx2 fma", tiles=True)
-    monkeypatch.setenv(cpu.MOST_INSTRUCTIONS_VARIABLE, most)
+    monkeypatch.setenv(MOST_INSTRUCTIONS_VARIABLE, most)
     assert {cpu.instructions(dtype) for dtype in (torch.bfloat16, torch.float32)} == {"AVX2"}
     assert str(cpu.sampling_library().instructions) == "AVX2"
 

@@ -10,6 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nano_inference.stages.executor.runner.kernels import cpu
+from nano_inference.stages.executor.runner.kernels.codes import (
+    Codes,
+    PlainCodes,
+    Scales,
+    pack_plain,
+    unpack_plain,
+)
 from nano_inference.stages.executor.runner.kernels.compile import (
     BFLOAT16,
     BFLOAT16_AVX2,
@@ -17,14 +24,7 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     FLOAT32_AVX2,
 )
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind
-from nano_inference.stages.executor.runner.linear.codes import (
-    Codes,
-    PlainCodes,
-    Scales,
-    pack_plain,
-    unpack_plain,
-)
-from nano_inference.stages.executor.runner.linear.method import Packed
+from nano_inference.stages.executor.runner.kernels.packed import Packed
 
 from ...refusals import needs_kernels
 from ...threads import several_threads

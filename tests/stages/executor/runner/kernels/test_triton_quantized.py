@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nano_inference.stages.executor.runner.linear.codes import (
+from nano_inference.stages.executor.runner.kernels.codes import (
     Codes,
     PlainCodes,
     Scales,

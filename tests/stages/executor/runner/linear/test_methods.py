@@ -198,5 +198,5 @@ def test_layers_are_named_by_methods_and_ranks_alone() -> None:
         "runner/linear/choose.py",
         "runner/linear/dense.py",
         "runner/ranks/linear.py",
-        "runner/quantized_shards.py",  # codes of the layers that ranks share
+        "runner/quantization/shards.py",  # codes of the layers that ranks share
     }

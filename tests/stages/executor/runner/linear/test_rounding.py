@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.stages.executor.runner.linear.codes import unpack, unpack_plain
+from nano_inference.stages.executor.runner.kernels.codes import unpack, unpack_plain
 from nano_inference.stages.executor.runner.linear.rounding import (
     Rounding,
     round_rows,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from nano_inference.stages.executor.runner.linear.rounding import Rounding, round_weight
-from nano_inference.stages.executor.runner.quantized_loading import CodedLayer, install
+from nano_inference.stages.executor.runner.quantization.loading import CodedLayer, install
 
 
 def quantized(module: Any, bits: Literal[4, 8] = 4, *, fixed: bool = False) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import ModelError
-from nano_inference.stages.executor.runner.linear.codes import unpack_plain
+from nano_inference.stages.executor.runner.kernels.codes import unpack_plain
 from nano_inference.stages.executor.runner.linear.formats.choose import format_of
 from nano_inference.stages.executor.runner.linear.formats.float4 import read_experts
 

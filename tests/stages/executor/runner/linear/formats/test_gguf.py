@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nano_inference.stages.executor.runner.linear.codes import pack_plain, unpack, unpack_plain
+from nano_inference.stages.executor.runner.kernels.codes import pack_plain, unpack, unpack_plain
 from nano_inference.stages.executor.runner.linear.formats.gguf import KINDS
 
 from ......gguf_files import random_rows

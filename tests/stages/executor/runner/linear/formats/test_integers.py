@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import ModelError
-from nano_inference.stages.executor.runner.linear.codes import pack_plain, unpack, unpack_plain
+from nano_inference.stages.executor.runner.kernels.codes import pack_plain, unpack, unpack_plain
 from nano_inference.stages.executor.runner.linear.formats.choose import format_of
 from nano_inference.stages.executor.runner.linear.formats.stored import ReadLayer, StoredLayer
 

@@ -1,0 +1,1 @@
+"""Models with weights of codes: loading, from all formats, and writing."""

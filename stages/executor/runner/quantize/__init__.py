@@ -1,0 +1,1 @@
+"""What codes gain a model, and a folder of them, before anything is loaded."""

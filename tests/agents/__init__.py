@@ -1,0 +1,1 @@
+"""Programs of others that act by tools, against a gateway whose model follows a script."""

@@ -21,12 +21,13 @@ def code(names: list[str]) -> str:
 
 def row(result: dict[str, Any]) -> str:
     """Return the row of a program."""
-    start = result["start"]
+    start, types = result["start"], result.get("left_out")
+    left_out = f" ({code(types)})" if types else ""
     cells = [
         f"{result['package']} {result['version']}",
         code(result["paths"]),
         f"`{start}`" if " " in start else f"[{start}]({PROGRAMS}/{start})",
-        code(result["neutral"]),
+        code(result["neutral"]) + left_out,
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -96,14 +96,14 @@ class Application(Starlette):
     ) -> None:
         self.chain, self.unknown_fields = chain, config.unknown_fields
         answer = error_handler(self.respond)
-        kserve = (kserve_http.is_called, kserve_http.takes_compressed)
+        kinds = (kserve_http.is_called, ollama.is_called, kserve_http.takes_compressed)
         super().__init__(
             routes=routes,
             middleware=[
                 # Starlette raises an error again after it has answered 500, and the server then
                 # closes the connection after an answer that doesn't announce that.
                 Middleware(ExceptionMiddleware, handlers={Exception: answer}),
-                Middleware(JsonOnly, measures, self.respond, *kserve),
+                Middleware(JsonOnly, measures, self.respond, *kinds),
             ],
             exception_handlers=dict.fromkeys(
                 (NanoInferenceError, HTTPException, ClientLeft), answer

@@ -203,11 +203,11 @@ def pytest_terminal_summary(
 def shared_template_workers() -> Iterator[None]:
     """One set of template processes for all gateways; each start imports Transformers."""
     # Not above: it imports much, and who hands out tests to workers needs nothing of it.
-    from nano_inference.gateway.serving import chat_templates
+    from nano_inference.gateway.serving import services
     from nano_inference.text.chat_template import TemplateWorkers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
+        patch.setattr(services, "TemplateWorkers", functools.cache(TemplateWorkers))
         yield
 
 

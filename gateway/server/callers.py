@@ -43,6 +43,7 @@ _SHOWN = (
 
 
 _BYTES = "application/octet-stream"
+_FORM = "application/x-www-form-urlencoded"
 _NO_ORIGIN = "null"
 # The beginning of every browser's User-Agent.
 _BROWSERS = "Mozilla/"
@@ -135,12 +136,15 @@ class _KnownCallers:
 class JsonOnly:
     """ASGI: refuses bodies whose Content-Type isn't JSON, and compressed bodies.
 
-    A browser sends forms and plain text for any page, and a preflight before anything else. An
-    endpoint of bytes also takes bodies without a Content-Type, unless the User-Agent is a
-    browser's: a page's script can send these without a preflight.
+    A browser sends forms and plain text for any page, and a preflight before anything else. Some
+    endpoints also take bodies without a Content-Type, and JSON that is declared as a form, as by
+    `curl -d`, unless the User-Agent is a browser's: a page's script can send these without a
+    preflight.
 
     Attributes:
-        takes_bytes: Returns whether a call may have a body of bytes.
+        takes_bytes: Returns whether a call may have a body of bytes, with or without a
+            Content-Type.
+        takes_forms: Returns whether a call's JSON may be declared as a form, or as nothing.
         takes_compressed: Returns whether a call may have a compressed body.
     """
 
@@ -148,13 +152,15 @@ class JsonOnly:
     measures: Measures
     respond: Respond
     takes_bytes: Callable[[Call], bool]
+    takes_forms: Callable[[Call], bool]
     takes_compressed: Callable[[Call], bool]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, call = Headers(scope=scope), call_of(scope)
         kinds = [_BYTES] if self.takes_bytes(call) else []
-        if kinds and not _is_browser(headers, headers.get("user-agent", "")):
-            kinds.append("")
+        unsure = ["", _FORM] if self.takes_forms(call) else [""] * len(kinds)
+        if unsure and not _is_browser(headers, headers.get("user-agent", "")):
+            kinds += unsure
         refusal = _refused_kind(headers, kinds)
         if refusal is None and not self.takes_compressed(call):
             refusal = _refused_coding(headers)

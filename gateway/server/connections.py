@@ -257,6 +257,12 @@ class Connection(H11Protocol):
         super().data_received(data)
         self.update()
 
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection on; from here on it is no connection of HTTP."""
+        self._left = True
+        self._all.leave(self)
+        super().handle_websocket_upgrade(event)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # `Connections` enforces it; uvicorn would not set its own again after the rest of a body.
@@ -276,6 +282,8 @@ class Connection(H11Protocol):
 
     def update(self) -> None:
         """Update the phase."""
+        if self not in self._all:
+            return  # a WebSocket now
         phase = self._find_phase()
         if phase != self.phase:
             # The pieces of a head share one time limit.
@@ -399,6 +407,9 @@ class Connections:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def __contains__(self, connection: Watched) -> bool:
+        return connection in self._all
 
     def enter(self, connection: Watched) -> None:
         """Add a new connection."""

@@ -79,7 +79,7 @@ _CODES = {
     "unknown_item unknown_region unknown_request",
     405: "method_not_allowed",
     408: "request_timeout",
-    409: "model_exists adapter_busy adapter_in_use",
+    409: "response_in_flight model_exists adapter_busy adapter_in_use",
     413: "request_too_large",
     415: "unsupported_media_type",
     422: "idempotency_key_reused",

@@ -21,6 +21,7 @@ from .http import DEFAULT_RETRY_S, EngineError, Respond, respond_plainly
 from .limits import RequestLimits, limits_here
 from .measures import Measures
 from .tls import Certificates, Handshake
+from .websocket import SocketCalls
 
 BACKLOG = 2048
 """Connections that may wait in the kernel."""
@@ -69,7 +70,8 @@ class HttpServer(uvicorn.Server):
         known = only_known_callers(self.limits, config, measures, respond)
         self.calls = ObservedCalls(known, measures, routes, config.access_log, on_call)
         entrance = getattr(app, "entrance", None)
-        self.entrance: ASGIApp = entrance(self.calls) if entrance else self.calls
+        inner: ASGIApp = entrance(self.calls) if entrance else self.calls
+        self.entrance: ASGIApp = SocketCalls(inner)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
         self.certificates = Certificates(config) if config.tls_certificate else None
@@ -78,7 +80,10 @@ class HttpServer(uvicorn.Server):
                 self.entrance,
                 http=self._connect,  # type: ignore[arg-type]  # called as a class
                 backlog=self.most.accepted_at_once,
-                ws="none",
+                ws=self._upgrade,  # type: ignore[arg-type]  # called as a class
+                ws_max_size=config.max_body_bytes,
+                # A small message may not take much memory.
+                ws_per_message_deflate=False,
                 log_config=None,
                 # It has a warning for each malformed request.
                 log_level="error",
@@ -129,6 +134,11 @@ class HttpServer(uvicorn.Server):
         if self.certificates is None:
             return connection
         return Handshake(self.connections, connection, self.certificates)
+
+    def _upgrade(self, **given: Any) -> asyncio.BaseProtocol:
+        from .websocket_connection import WebSocketConnection
+
+        return WebSocketConnection(self.connections, **given)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if context.get("message") == _NO_FILES_LEFT:

@@ -65,8 +65,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1)
 
 
-_CODEX_PROVIDER = '{name="here",base_url="$url/v1",wire_api="responses"}'
-
 # Of litellm: its table of prices comes with it.
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
@@ -124,164 +122,67 @@ def _in_node(script: str, *packages: str) -> Program:
     return Program("npm", [*packages], command, variables, script=script)
 
 
+def _launched(
+    name: str, package: str, *arguments: str, files: Mapping[str, str] | None = None, **own: str
+) -> Program:
+    """A program that `nano-inference launch` starts.
+
+    Args:
+        arguments: Its own, with which it needs no terminal.
+        files: As of `Program`.
+        own: Variables of its environment.
+    """
+    command = ["nano-inference", "launch", name, "--url", "$url", "--model", MODEL, "--"]
+    registry: Literal["npm", "pip"] = "pip" if "==" in package else "npm"
+    return Program(registry, [package], [*command, *arguments], own, files or {}, launch=name)
+
+
+# Its turns are programs of their own; the later ones read what the first one wrote.
+_AIDER_TURNS = (
+    f"for turn in 1 2 3; do nano-inference launch aider --url $url --model {MODEL} -- "
+    "--edit-format diff --no-git --yes-always --no-check-update --analytics-disable "
+    '--restore-chat-history --message "$$1" "$$2" || exit; done\n'
+)
+
 PROGRAMS = {
-    "codex": Program(
-        "npm",
-        ["@openai/codex@0.171.0"],
-        [
-            *("codex", "exec", "--skip-git-repo-check", "--json"),
-            *("--dangerously-bypass-approvals-and-sandbox", "-m", MODEL),
-            *("-c", "model_provider=here", "-c", f"model_providers.here={_CODEX_PROVIDER}"),
-            "$prompt",
-        ],
-        {"CODEX_HOME": "$folder/home"},
+    "codex": _launched(
+        "codex",
+        "@openai/codex@0.171.0",
+        *("exec", "--skip-git-repo-check", "--json", "--dangerously-bypass-approvals-and-sandbox"),
+        "$prompt",
+        CODEX_HOME="$folder/home",
     ),
-    "claude": Program(
-        "npm",
-        ["@anthropic-ai/claude-code@2.1.332"],
-        [
-            *("claude", "-p", "$prompt", "--output-format", "json"),
-            "--dangerously-skip-permissions",
-        ],
-        {
-            "ANTHROPIC_BASE_URL": "$url",
-            "ANTHROPIC_AUTH_TOKEN": "none",
-            "ANTHROPIC_MODEL": MODEL,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            # Otherwise it refuses to run as root without asking.
-            "IS_SANDBOX": "1",
-        },
+    "claude": _launched(
+        "claude",
+        "@anthropic-ai/claude-code@2.1.332",
+        *("-p", "$prompt", "--output-format", "json", "--dangerously-skip-permissions"),
+        # Otherwise it refuses to run as root without asking.
+        IS_SANDBOX="1",
     ),
-    "opencode": Program(
-        "npm",
-        ["opencode-ai@1.18.33"],
-        ["opencode", "run", "-m", f"here/{MODEL}", "$prompt"],
-        {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"},
-        {
-            "opencode.json": _json(
-                {
-                    "provider": {
-                        "here": {
-                            "npm": "@ai-sdk/openai-compatible",
-                            "options": {"baseURL": "$url/v1", "apiKey": "none"},
-                            "models": {MODEL: {}},
-                        }
-                    },
-                    "permission": {"*": "allow"},
-                }
-            )
-        },
+    "opencode": _launched(
+        "opencode",
+        "opencode-ai@1.18.33",
+        *("run", "$prompt"),
+        files={"opencode.json": _json({"permission": {"*": "allow"}})},
+        OPENCODE_DISABLE_AUTOUPDATE="1",
     ),
-    "pi": Program(
-        "npm",
-        ["@earendil-works/pi-coding-agent@1.6.0"],
-        ["pi", "--provider", "here", "--model", MODEL, "-p", "$prompt"],
-        {},
-        {
-            "home/.pi/agent/models.json": _json(
-                {
-                    "providers": {
-                        "here": {
-                            "baseUrl": "$url/v1",
-                            "api": "openai-completions",
-                            "apiKey": "none",
-                            "models": [{"id": MODEL}],
-                        }
-                    }
-                }
-            )
-        },
+    "pi": _launched("pi", "@earendil-works/pi-coding-agent@1.6.0", "-p", "$prompt"),
+    "qwen": _launched("qwen", "@qwen-code/qwen-code@0.24.4", "-p", "$prompt", "--yolo"),
+    "continue": _launched(
+        "continue",
+        "@continuedev/cli@1.5.47",
+        *("-p", "$prompt", "--auto"),
+        CONTINUE_TELEMETRY_ENABLED="0",
     ),
-    "qwen": Program(
-        "npm",
-        ["@qwen-code/qwen-code@0.24.4"],
-        ["qwen", "-p", "$prompt", "--yolo", "--auth-type", "openai"],
-        {
-            "OPENAI_BASE_URL": "$url/v1",
-            "OPENAI_API_KEY": "none",
-            "OPENAI_MODEL": MODEL,
-        },
-    ),
-    "continue": Program(
-        "npm",
-        ["@continuedev/cli@1.5.47"],
-        ["cn", "-p", "$prompt", "--config", "$folder/config.yaml", "--auto"],
-        {"CONTINUE_TELEMETRY_ENABLED": "0"},
-        {
-            "config.yaml": _json(
-                {
-                    "name": "here",
-                    "version": "1.0.0",
-                    "schema": "v1",
-                    "models": [
-                        {
-                            "name": MODEL,
-                            "provider": "openai",
-                            "model": MODEL,
-                            "apiBase": "$url/v1",
-                            "apiKey": "none",
-                            "roles": ["chat"],
-                            "capabilities": ["tool_use"],
-                        }
-                    ],
-                }
-            )
-        },
-    ),
-    "cline": Program(
-        "npm",
-        ["cline@3.0.65"],
-        ["cline", "$prompt"],
-        {},
-        {
-            "home/.cline/data/settings/providers.json": _json(
-                {
-                    "version": 1,
-                    "lastUsedProvider": "openai-compatible",
-                    "modes": {},
-                    "providers": {
-                        "openai-compatible": {
-                            "settings": {
-                                "provider": "openai-compatible",
-                                "apiKey": "none",
-                                "model": MODEL,
-                                "baseUrl": "$url/v1",
-                            },
-                            "updatedAt": "2026-01-01T00:00:00.000Z",
-                            "tokenSource": "manual",
-                        }
-                    },
-                }
-            )
-        },
-    ),
+    "cline": _launched("cline", "cline@3.0.65", "$prompt"),
     "aider": Program(
         "pip",
         ["aider-chat==0.86.2"],
-        # Its turns are programs of their own; the later ones read what the first one wrote.
         ["bash", "$folder/turns.sh", "$prompt", "$folder/note.txt"],
-        _OFFLINE | {"OPENAI_API_BASE": "$url/v1", "OPENAI_API_KEY": "none"},
-        {
-            "turns.sh": f"for turn in 1 2 3; do aider --model openai/{MODEL} --edit-format diff "
-            "--no-git --yes-always --no-check-update --no-show-model-warnings --analytics-disable "
-            '--restore-chat-history --message "$$1" "$$2" || exit; done\n'
-        },
+        files={"turns.sh": _AIDER_TURNS},
+        launch="aider",
     ),
-    "mini": Program(
-        "pip",
-        ["mini-swe-agent==2.4.6"],
-        [
-            *("mini", "-m", f"openai/{MODEL}", "-t", "$prompt", "-y", "--exit-immediately"),
-            *("-c", "mini.yaml", "-c", "model.cost_tracking=ignore_errors"),
-        ],
-        {
-            "OPENAI_API_BASE": "$url/v1",
-            "OPENAI_API_KEY": "none",
-            "MSWEA_CONFIGURED": "true",
-            "MSWEA_COST_TRACKING": "ignore_errors",
-            **_OFFLINE,
-        },
-    ),
+    "mini": _launched("mini", "mini-swe-agent==2.4.6", "-t", "$prompt", "-y", "--exit-immediately"),
     "openai-agents-js": _in_node("openai_agents.mjs", "@openai/agents@0.20.0", "zod@4.6.7"),
     "ai-openai": _in_node("ai.mjs", "@ai-sdk/openai@4.0.118", "ai@7.0.173", "zod@4.6.7"),
     "ai-openai-compatible": _in_node(

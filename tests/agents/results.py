@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .programs import Program
 from .recording import RecordedCall, Recorder
 
-PATH = Path(__file__).parent / "results.json"
+RESULTS = Path(__file__).parent / "results.json"
 BODIES = Path(__file__).parent / "bodies.json"
 
 _ASKING = ("messages", "input", "prompt")
-_PLACE = re.compile(r"\[\d+\]")
+# The header names no places.
+_TOOL = "tools[]"
+_OFFERED = ("function", "custom", "namespace")
+_HEADER = re.compile(r"x-[a-z-]+: ")
 # Texts that are no names: they say nothing about a body's form.
 _LONG = re.compile(r"\s|.{40}", re.S)
 
@@ -26,7 +30,7 @@ def asks(call: RecordedCall) -> bool:
 
 
 def write_result(name: str, program: Program, recorder: Recorder) -> None:
-    """Write one program's result, and its last call, into the files of all."""
+    """Write a program's result, and its last call over each interface, into the files of all."""
     asking = [call for call in recorder.calls if asks(call)]
     result = {
         "package": program.package,
@@ -34,12 +38,19 @@ def write_result(name: str, program: Program, recorder: Recorder) -> None:
         "start": program.start,
         "calls": len(asking),
         "paths": sorted({_path(call) for call in asking}),
-        "neutral": sorted({_PLACE.sub("[]", field) for field in recorder.ignored}),
+        "neutral": recorder.ignored,
+        "left_out": sorted({kind for call in asking for kind in _tools_left_out(call)}),
         "failed": sorted({f"{call.method} {_path(call)}" for call in recorder.failed}),
     }
-    _put(PATH, name, result)
-    last = {_path(call): call for call in asking}
-    _put(BODIES, name, {path: reduced(call.body) for path, call in last.items()})
+    _put(RESULTS, name, result)
+    for path, call in {_path(call): call for call in asking}.items():
+        _put(BODIES, f"{name} {path}", [path, reduced(call.body), sorted(call.ignored)])
+
+
+def _tools_left_out(call: RecordedCall) -> Iterator[str]:
+    """Types of the tools that the gateway left out."""
+    if _TOOL in call.ignored:
+        yield from (each["type"] for each in call.body["tools"] if each["type"] not in _OFFERED)
 
 
 def _path(call: RecordedCall) -> str:
@@ -47,9 +58,11 @@ def _path(call: RecordedCall) -> str:
 
 
 def _put(path: Path, name: str, value: object) -> None:
+    """Put a value into a file with a line for each."""
     values = json.loads(path.read_text()) if path.exists() else {}
     values[name] = value
-    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+    lines = (f"{json.dumps(each)}: {json.dumps(values[each])}" for each in sorted(values))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def reduced(value: Any) -> Any:
@@ -64,7 +77,8 @@ def reduced(value: Any) -> Any:
     if isinstance(value, list):
         return [reduced(each) for each in value]
     if isinstance(value, str) and _LONG.search(value):
-        return '{"path": "text"}' if value.startswith("{") else "text"
+        header = _HEADER.match(value)
+        return '{"path": "text"}' if value.startswith("{") else f"{header[0] if header else ''}text"
     return value
 
 

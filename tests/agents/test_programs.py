@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,7 +90,9 @@ async def _run(program: Program, values: dict[str, str], path: str) -> str:
     own = {name: program.filled(text, **values) for name, text in program.variables.items()}
     # Nothing of the person's own settings and keys.
     kept = {name: os.environ[name] for name in ("TMPDIR", "LANG") if name in os.environ}
-    kept |= {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "HOME": str(folder / "home")}
+    # `nano-inference` is beside our interpreter.
+    places = os.pathsep.join([path, str(Path(sys.executable).parent), os.environ["PATH"]])
+    kept |= {"PATH": places, "HOME": str(folder / "home")}
     process = await asyncio.create_subprocess_exec(
         *(program.filled(each, **values) for each in program.command),
         cwd=folder,

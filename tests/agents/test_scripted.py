@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
+from ..gateway.fake import LIMIT_S
 from .conversations import Task
+from .programs import PROGRAMS
+from .results import BODIES, RESULTS
 from .scripted import MODEL, ScriptedGateway, scripted_config
 
 TASK = Task("walnut", "/tmp/note.txt")
@@ -19,6 +25,8 @@ WRITE = {
     "required": ["path", "content"],
 }
 BASH = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+DOCS = Path(__file__).parents[2] / "docs"
+RECORDED = json.loads(BODIES.read_text())
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -97,7 +105,7 @@ async def test_the_script_is_followed_over_each_interface(
     history: list[Any] = [{"role": "user", "content": TASK.prompt}]
     said = []
     first = len(gateway.recorder.calls)
-    async with httpx.AsyncClient(base_url=gateway.url) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client:
         for _ in range(3):
             path, body = ask(history)
             answer = await client.post(path, json={"model": MODEL, **body})
@@ -110,10 +118,31 @@ async def test_the_script_is_followed_over_each_interface(
     assert calls[0].body["model"] == MODEL
 
 
+async def test_the_page_has_the_results_of_all_programs() -> None:
+    """`python docs/write_agents.py` writes the page."""
+    results = json.loads(RESULTS.read_text())
+    assert {name: each["version"] for name, each in results.items()} == {
+        name: program.version for name, program in PROGRAMS.items()
+    }
+    writer = runpy.run_path(str(DOCS / "write_agents.py"))
+    assert writer["page"]() == writer["PAGE"].read_text()
+
+
 async def test_a_failed_call_is_recorded(gateway: ScriptedGateway) -> None:
     first = len(gateway.recorder.calls)
-    async with httpx.AsyncClient(base_url=gateway.url) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client:
         await client.post("/v1/chat/completions", json={"model": MODEL, "messages": []})
     (call,) = gateway.recorder.calls[first:]
     assert call in gateway.recorder.failed
     assert '"error"' in call.answer
+
+
+@pytest.mark.parametrize(("path", "body", "neutral"), RECORDED.values(), ids=RECORDED)
+async def test_a_body_as_a_program_sends_it_is_taken(
+    gateway: ScriptedGateway, path: str, body: dict[str, Any], neutral: list[str]
+) -> None:
+    """Its fields are those of the program's last call in the soak."""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert sorted(gateway.recorder.calls[-1].ignored) == neutral

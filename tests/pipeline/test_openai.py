@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's own clients against a whole pipeline."""
+"""OpenAI's and Anthropic's own clients, and the commands of documents, against a whole pipeline."""
 
 from __future__ import annotations
 
@@ -76,3 +76,12 @@ async def test_the_document_s_commands_run(url: str, command: str) -> None:
 async def test_the_commands_of_anthropic_md_run(url: str, command: str) -> None:
     told = await told_by(command, url)
     assert '"stop_reason":"' in told
+
+
+# --- Ollama's interface ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", commands_of("ollama.md"))
+async def test_the_commands_of_ollama_md_run(url: str, command: str) -> None:
+    told = await told_by(command, url)
+    assert '"done":true,"done_reason":"' in told

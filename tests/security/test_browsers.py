@@ -244,6 +244,26 @@ async def test_the_default_content_type_of_curl_is_refused_with_the_header_to_ad
         assert "Content-Type: application/json" in answer.text
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "", "text/plain"])
+async def test_json_declared_as_a_form_is_taken_by_ollama_s_calls_from_programs_alone(
+    engine: FakeEngine, kind: str
+) -> None:
+    """As `curl -d` and LiteLLM send it. A page's script can send it without a preflight."""
+    declared = {"Content-Type": kind} if kind else {}
+    async with gateway(engine) as http:
+        for agent, status in (("curl/8.5.0", 200), (FIREFOX, 415)):
+            answer = await http.post(
+                "/api/generate",
+                content=b'{"prompt": "a", "stream": false}',
+                headers=declared | {"User-Agent": agent},
+            )
+            assert answer.status_code == (415 if kind == "text/plain" else status), answer.text
+        stated = declared | {"User-Agent": "curl/8", "Sec-Fetch-Site": "same-origin"}
+        answer = await http.post("/api/generate", content=b"{}", headers=stated)
+        assert answer.status_code == 415
+    assert len(engine.requests) == (kind != "text/plain")
+
+
 async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
     """After the browser has asked; those of other origins are told nothing."""
     async with gateway(engine, allowed_origins=[OURS]) as http:

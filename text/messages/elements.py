@@ -82,7 +82,7 @@ def _value(element: Element, schema: Any, root: Mapping[str, Any]) -> Any:
     names = [name for name, _ in element.parts]
     if not names:
         if not element.text.strip() and "string" not in types:
-            empty = {"object": {}, "array": []}
+            empty: dict[str, Any] = {"object": {}, "array": []}
             return next((empty[kind] for kind in empty if kind in types), element.text)
         return value_of(element.text, types)
     listed = set(names) == {_ITEM}
@@ -103,14 +103,17 @@ def _part(schema: Any, root: Mapping[str, Any], key: str, name: str | None, dept
     """Return the schema of a part: of a property, or of a list's items; True if it has none."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return True
-    found = schema.get(key)
+    found: Any = schema.get(key)
+    none: Any = True
     if name is not None and isinstance(found, Mapping):
-        return found.get(name, _UNDECLARED)
+        found, none = found.get(name), _UNDECLARED
     if found is not None:
         return found
     others = [part for each in ("anyOf", "oneOf", "allOf") for part in schema.get(each) or ()]
     target = referred(schema, root)
     for part in [*others, *([] if target is None else [target])]:
-        if (found := _part(part, root, key, name, depth + 1)) is not True:
+        found = _part(part, root, key, name, depth + 1)
+        if found is not True and found is not _UNDECLARED:
             return found
-    return True
+        none = found if none is True else none
+    return none

@@ -24,7 +24,7 @@ from .regions import (
 )
 from .thoughts import Thought
 from .tools import Tool
-from .typed import TEXT, TYPES, types_of, value_of
+from .typed import typed
 
 # Errors of invalid JSON and templates.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -271,7 +271,7 @@ class MessageReader:
         if not isinstance(arguments, dict):
             raise TypeError("the arguments are no object")
         if self._template.has_texts:
-            arguments = _typed(arguments, self._schemas[name], texts)
+            arguments = typed(arguments, self._schemas[name], texts)
         # In the form that models write, so that the history has the same tokens.
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # A lone surrogate is valid in JSON, and in no encoding.
@@ -285,24 +285,6 @@ class MessageReader:
         self._ids.add(given)
         self.calls += 1
         return ToolCall(self.calls - 1, given, name, arguments)
-
-
-def _typed(
-    arguments: Mapping[str, Any], schema: Mapping[str, Any], texts: Mapping[str, bool]
-) -> dict[str, Any]:
-    """Return arguments that are written as texts, with the values of the schema's types."""
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    found = {}
-    for name, value in arguments.items():
-        is_text = texts.get(name)
-        # Of an unknown argument the model alone can say that it is no text.
-        unknown = TYPES if is_text is False else TEXT
-        types = types_of(known[name], schema) if name in known else unknown
-        values = value if isinstance(value, list) else [value]
-        read = [value_of(each, types, is_text=is_text) for each in values]
-        found[name] = read if isinstance(value, list) else read[0]
-    return found
 
 
 def _joined(before: Delta, after: Delta) -> Delta:

@@ -8,6 +8,7 @@ that of a model whose calls stay in its text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from .tools import Tool
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 """Renders messages, with `TOOLS` and reasoning turned on; the flag is `add_generation_prompt`.
 Raises RequestError for messages that the template refuses, and others if it can't be rendered."""
+
+_MARK = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
 
 _ARGUMENTS = {"city": "Rome", "days": 3}
 
@@ -53,13 +56,15 @@ class _Samples(NamedTuple):
     Attributes:
         begin: Without the assistant's message.
         prompt: As a prompt: the begin of the assistant's message at its end.
-        calls: An assistant's message with calls.
+        calls: An assistant's message with two calls.
+        call: One with a single call.
         reasoning: One with reasoning and an answer.
     """
 
     begin: str
     prompt: str
     calls: str
+    call: str
     reasoning: str
 
 
@@ -67,15 +72,16 @@ class _Fit(NamedTuple):
     """How well a format reads what a template writes: the larger, the better.
 
     Attributes:
-        calls, reasoning: Whether it reads them.
+        calls: The number of calls that it reads, at most two.
+        reasoning: Whether it reads it.
         alike: Whether a grammar would write a call as the template does.
         rest: Less than 0 by the characters that it takes for content and that are none.
         whole: Whether the template shows all that it reads, so that nothing has to be left out.
         known: Whether the model is one of its models.
-        marks: The number of marks of the format that stand in the template.
+        marks: The number of marks of the format that stand in the template, less that of others.
     """
 
-    calls: bool
+    calls: int
     reasoning: bool
     alike: bool
     rest: int
@@ -93,11 +99,11 @@ def recognised(
     if not fits:
         return None
     form, fit = max(fits, key=lambda each: each[1])
-    if TOOL.name not in samples.calls:
-        shown = [each for each in fits if _shows_calls(each[0], chat_template)]
+    if not fit.calls:
+        shown = [each for each in fits if _shows_calls(each[0], samples, chat_template)]
         if shown:
             form, fit = max(shown, key=lambda each: (each[1].known, each[1].marks))
-            fit = fit._replace(calls=True)
+            fit = fit._replace(calls=1)
     if not fit.calls and not fit.reasoning:
         return None
     found = _with_reasoning(form, fit, fits)
@@ -121,26 +127,25 @@ def _samples(render: Render) -> _Samples:
         return text[text.rfind(_QUESTION) + len(_QUESTION) :] if _QUESTION in text else ""
 
     turn: Mapping[str, Any] = {"role": "assistant", "content": ""}
-    called = written({**turn, "tool_calls": calls})
-    # Some templates take a single call only.
-    called = called or written({**turn, "tool_calls": calls[:1]})
     thought = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
-    return _Samples(written(None), written(None, begin=True), called, written(thought))
+    # Some templates take a single call only, or write several as nobody reads them.
+    two, one = (written({**turn, "tool_calls": calls[:number]}) for number in (2, 1))
+    return _Samples(written(None), written(None, begin=True), two, one, written(thought))
 
 
 # --- how well a format fits ---------------------------------------------------------------------
 
 
 def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type: str) -> _Fit:
-    reads_calls, alike, rest = False, False, 0
-    if form.reads_calls and TOOL.name in samples.calls:
-        found = _read(form, samples.calls)
-        reads_calls = _are_the_calls(found)
-        if reads_calls:
-            rest += len(found.content)
+    calls, alike, rest = 0, False, 0
+    for number, text in ((2, samples.calls), (1, samples.call)):
+        if calls or not form.reads_calls or TOOL.name not in text:
+            continue
+        found = _read(form, text)
+        if _are_the_calls(found):
+            calls, rest = number, len(found.content)
             alike = form.calls is not None and any(
-                form.calls.written(TOOL.name, _ARGUMENTS, number).strip() in samples.calls
-                for number in (0, 1)
+                form.calls.written(TOOL.name, _ARGUMENTS, place).strip() in text for place in (0, 1)
             )
     reasons, found = False, _read(form, samples.reasoning)
     if form.reads_reasoning and found.reasoning.strip() != _THOUGHT:
@@ -152,24 +157,27 @@ def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type:
     elif _THOUGHT in samples.reasoning:
         reasons = found.reasoning.strip() == _THOUGHT and _ANSWER in found.content
     else:
-        shows = reads_calls or _shows_marks(form, chat_template)
+        shows = calls > 0 or _shows_marks(form, chat_template)
         marker = form.reasoning_marker
         reasons = _begins_reasoning(form, samples.prompt) or (
             shows and marker != "" and marker in chat_template
         )
     if _ANSWER in found.content:
         rest += len(found.content.replace(_THOUGHT, ""))
-    whole = (reads_calls, reasons) == (form.reads_calls, form.reads_reasoning)
-    marks = sum(mark in chat_template for mark in form.markers)
-    return _Fit(reads_calls, reasons, alike, -rest, whole, model_type in form.model_types, marks)
+    whole = (calls > 0, reasons) == (form.reads_calls, form.reads_reasoning)
+    marks = sum(1 if mark in chat_template else -1 for mark in form.markers)
+    return _Fit(calls, reasons, alike, -rest, whole, model_type in form.model_types, marks)
 
 
-def _shows_calls(form: MessageFormat, chat_template: str) -> bool:
-    return (
-        form.reads_calls
-        and form.calls_marker in chat_template
-        and _shows_marks(form, chat_template)
-    )
+def _shows_calls(form: MessageFormat, samples: _Samples, chat_template: str) -> bool:
+    """Return whether a template whose calls nobody reads shows that its model writes them so: it
+    writes none, and names the marks; or it begins them so, with arguments that are no JSON."""
+    if not form.reads_calls:
+        return False
+    if TOOL.name in samples.call:
+        before = form.calls.before if form.calls is not None else ""
+        return _MARK.search(before) is not None and f"{before}{TOOL.name}" in samples.call
+    return form.calls_marker in chat_template and _shows_marks(form, chat_template)
 
 
 def _shows_marks(form: MessageFormat, chat_template: str) -> bool:
@@ -187,10 +195,15 @@ def _read(form: MessageFormat, text: str, opening: str = "") -> Delta:
 def _are_the_calls(found: Delta) -> bool:
     return (
         bool(found.calls)
-        and all(json.loads(call.arguments) == _ARGUMENTS for call in found.calls)
+        and all(_texts(json.loads(call.arguments)) == _texts(_ARGUMENTS) for call in found.calls)
         and TOOL.name not in found.content
         and not found.reasoning.strip()
     )
+
+
+def _texts(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return arguments as texts: some templates put numbers between quotation marks."""
+    return {name: str(value) for name, value in arguments.items()}
 
 
 def _begins_reasoning(form: MessageFormat, prompt: str) -> bool:

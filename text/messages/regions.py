@@ -101,7 +101,9 @@ class RegionTemplate(NamedTuple):
     def calls_in(self, value: Any) -> Any:
         """Return the calls in a body's value. Raises ValueError: it is not made of calls."""
         kind = self.content_args.get("as")
-        return [parsed(kind, each) for each in value] if kind in PARSERS else value
+        if kind is None or kind not in PARSERS:
+            return value
+        return [parsed(kind, each) for each in value]
 
     def arguments_in(self, text: str, schema: Mapping[str, Any]) -> Any:
         """Return the arguments that a text has. Raises ValueError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,6 +86,30 @@ def value_of(text: str, types: frozenset[str], *, is_text: bool | None = None) -
     return text
 
 
+def typed(
+    arguments: Mapping[str, Any],
+    schema: Mapping[str, Any],
+    texts: Mapping[str, bool],
+) -> dict[str, Any]:
+    """Return arguments that are written as texts, with the values of the schema's types.
+
+    Args:
+        texts: Whether the model said that a value is text, by its name.
+    """
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
+    found = {}
+    for name, value in arguments.items():
+        is_text = texts.get(name)
+        # Of an unknown argument the model alone can say that it is no text.
+        unknown = {} if is_text is False else {"type": "string"}
+        values = value if isinstance(value, list) else [value]
+        types = types_of(known.get(name, unknown), schema)
+        read = [value_of(each, types, is_text=is_text) for each in values]
+        found[name] = read if isinstance(value, list) else read[0]
+    return found
+
+
 def _read(text: str) -> list[Any]:
     """Return the value that a text has in JSON, or in Python, as templates write it; none without
     one."""
@@ -99,7 +124,10 @@ def _read(text: str) -> list[Any]:
     if word[:1] not in ("[", "{"):
         return []
     try:
-        return [json.loads(json.dumps(ast.literal_eval(word)))]
+        with warnings.catch_warnings():
+            # Unknown escapes, which stay as they are.
+            warnings.simplefilter("ignore")
+            return [json.loads(json.dumps(ast.literal_eval(word)))]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return []
 

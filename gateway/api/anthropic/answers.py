@@ -29,7 +29,10 @@ class ContentBlocks(Blocks[Answer]):
         self._shows_thinking = shows_thinking
 
     def begun(self) -> list[Answer]:
-        return [self._event("start", content_block=self._block())]
+        empty = {"type": "text", "text": ""}
+        if self.kind == "reasoning":
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+        return [self._event("start", content_block=empty)]
 
     def grown(self, part: Addition) -> list[Answer]:
         self.texts.append(part.text)
@@ -66,9 +69,9 @@ class ContentBlocks(Blocks[Answer]):
         text = "".join(self.texts)
         if self.kind == "text":
             return {"type": "text", "text": text}
-        if self._hides:
-            return {"type": "thinking", "thinking": "", "signature": signature_of(text)}
-        return {"type": "thinking", "thinking": text, "signature": ""}
+        shown = "" if self._hides else text
+        signature = signature_of(text, omitted=self._hides)
+        return {"type": "thinking", "thinking": shown, "signature": signature}
 
     def _delta(self, kind: str, name: str, text: str) -> Answer:
         return self._event("delta", delta={"type": kind, name: text})

@@ -13,7 +13,7 @@ from .errors import in_openai_words
 from .generate import GenerationCalls
 from .info import AdapterCalls, ModelInfoCalls
 from .render import RenderCalls
-from .responses import ID_PREFIX, ConversationCalls, ResponseCalls
+from .responses import ID_PREFIX, ConversationCalls, ResponseCalls, upgrade
 from .sessions import SessionCalls
 
 
@@ -57,6 +57,7 @@ def openai_routes(
         route("DELETE /v1/streams/{stream}", cancel),
         route("POST /v1/streams/{stream}/cancel", cancel),
         route("POST /v1/responses", responses.create, "responses"),
+        route("GET /v1/responses", upgrade, "responses"),
         route("POST /v1/responses/input_tokens", responses.input_tokens, "responses"),
         route("POST /v1/responses/compact", responses.compact, "responses"),
         route("GET /v1/responses/{response_id}", responses.retrieve, "responses"),

@@ -26,7 +26,6 @@ from .bodies import (
     ImageUrlPart,
     OpenAIMessage,
     RefusalPart,
-    ResponseBody,
     TextPart,
     Thought,
     TokenizeBody,
@@ -257,7 +256,7 @@ class NestedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlatTool(Function, frozen=True, kw_only=True):
-    """A tool of a response: the function itself."""
+    """A tool of a response, and of some programs' chats: the function itself."""
 
     type: Literal["function"]
     allowed_callers: list[Literal["direct"]] = []
@@ -293,7 +292,7 @@ class ChoiceMode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlatNamed(NamedFunction, frozen=True, kw_only=True):
-    """A tool in a response's choice."""
+    """A flat tool in a chat's choice."""
 
     type: Literal["function"]
 
@@ -316,59 +315,43 @@ class NestedChoice(msgspec.Struct, frozen=True, kw_only=True):
     allowed_tools: NestedAllowed
 
 
-class FlatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A response's choice among some tools."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[FlatNamed]
-
-    @property
-    def allowed_tools(self) -> FlatChoice:
-        return self
-
-
 class _Form(NamedTuple):
-    """The form of an interface's tools, and the paths of fields in it."""
+    """The form of tools, and the paths of fields in it."""
 
     tool: type[NestedTool | FlatTool]
     named: type[NestedNamed | FlatNamed]
-    choice: type[NestedChoice | FlatChoice]
     kind: str
     function: str
-    allowed: str
 
 
-_NESTED = _Form(NestedTool, NestedNamed, NestedChoice, ".type", ".function", ".allowed_tools")
-_FLAT = _Form(FlatTool, FlatNamed, FlatChoice, "", "", "")
+_NESTED = _Form(NestedTool, NestedNamed, ".type", ".function")
+_FLAT = _Form(FlatTool, FlatNamed, "", "")
 
 
-def chat_tools(given: list[dict[str, Any]], form: _Form = _NESTED) -> tuple[Tool, ...]:
+def chat_tools(given: list[dict[str, Any]]) -> tuple[Tool, ...]:
     """Read the tools of a chat.
 
     Raises:
         FieldError: A tool is not a function, or its name or schema is invalid.
     """
-    forms = [_form_of(tool, form) for tool in given]
     return tools_of(
-        (f"tools[{place}]{own.function}", _tool(tool, f"tools[{place}]", own))
-        for place, (tool, own) in enumerate(zip(given, forms, strict=True))
+        (f"tools[{place}]{_form_of(tool).function}", _tool(tool, f"tools[{place}]"))
+        for place, tool in enumerate(given)
     )
 
 
-def _form_of(given: Any, form: _Form) -> _Form:
-    """Return the form of a tool or a choice; some programs send flat ones in chats too."""
-    return _FLAT if "name" in given and "function" not in given else form
+def _form_of(given: Any) -> _Form:
+    """Return the form of a tool or a choice; some programs send flat ones, as in responses."""
+    return _FLAT if "name" in given and "function" not in given else _NESTED
 
 
-def tool_use(fields: ChatBody | ResponseBody) -> ToolUse:
+def tool_use(fields: ChatBody) -> ToolUse:
     """Read which tools a model may, or has to, call.
 
     Raises:
         FieldError: As `chat_tools`, or the choice is invalid.
     """
-    form = _NESTED if isinstance(fields, ChatBody) else _FLAT
-    use = ToolUse(tools=chat_tools(fields.tools, form), parallel=fields.parallel_tool_calls)
+    use = ToolUse(tools=chat_tools(fields.tools), parallel=fields.parallel_tool_calls)
     match choice := fields.tool_choice:
         case None:
             return use
@@ -378,27 +361,24 @@ def tool_use(fields: ChatBody | ResponseBody) -> ToolUse:
             mode = read_part(choice, ChoiceMode, _CHOICE).type
             return tool_use_of(use.tools, mode, parallel=use.parallel)
         case {"type": "function"}:
-            form = _form_of(choice, form)
+            form = _form_of(choice)
             named = read_part(choice, form.named, _CHOICE).function.name
             return with_named(use, named, f"{_CHOICE}{form.function}.name")
         case {"type": "allowed_tools"}:
-            allowed = read_part(choice, form.choice, _CHOICE).allowed_tools
-            where = f"{_CHOICE}{form.allowed}.tools"
-            tools: Sequence[NestedNamed | FlatNamed] = allowed.tools
+            allowed = read_part(choice, NestedChoice, _CHOICE).allowed_tools
+            where = f"{_CHOICE}.allowed_tools.tools"
             names = [
-                (f"{where}[{place}]{form.function}.name", tool.function.name)
-                for place, tool in enumerate(tools)
+                (f"{where}[{place}].function.name", tool.function.name)
+                for place, tool in enumerate(allowed.tools)
             ]
             return with_allowed(use, allowed.mode, names, _CHOICE)
-    hosted = form is _FLAT and isinstance(choice, dict)
     raise field_error(
-        _CHOICE,
-        f"is {shown(choice)}; it may be none, auto, required, a function or allowed_tools",
-        code="unsupported" if hosted else "invalid_request",
+        _CHOICE, f"is {shown(choice)}; it may be none, auto, required, a function or allowed_tools"
     )
 
 
-def _tool(given: dict[str, Any], where: str, form: _Form) -> Tool:
+def _tool(given: dict[str, Any], where: str) -> Tool:
+    form = _form_of(given)
     if (kind := given.get("type")) != "function":
         param = f"{where}{form.kind}"
         raise field_error(

@@ -80,7 +80,9 @@ class RenderCalls:
                     name, f"has {len(given)} entries, and generate_responses has {number}"
                 )
             lists.append([None] * number if given is None else given)
-        return await self._answer(wanted, fields.generate_responses, *lists, "generate_responses")
+        ids, texts = lists
+        answers = fields.generate_responses
+        return await self._answer(wanted, answers, ids, texts, "generate_responses")
 
     async def _body(self, call: Call) -> Body:
         return await read_object(call, self._services.config.gateway.max_body_bytes)

@@ -28,7 +28,7 @@ for (let turn = 1; turn <= 10; turn++) {
     stopWhen: isStepCount(3),
     providerOptions: {
       anthropic: { thinking: { type: "enabled", budgetTokens: 200 } },
-      openai: { store: false },
+      openai: { store: false, forceReasoning: true },
     },
     onError: ({ error }) => {
       throw error;
@@ -36,10 +36,10 @@ for (let turn = 1; turn <= 10; turn++) {
   };
   if (mode === "whole") {
     const answer = await generateText(asked);
-    messages.push(...answer.response.messages);
+    messages.push(...answer.responseMessages);
   } else {
     const stream = streamText(asked);
     await stream.consumeStream();
-    messages.push(...(await stream.response).messages);
+    messages.push(...(await stream.responseMessages));
   }
 }

@@ -19,7 +19,10 @@ def look(place: str, days: list[Any] | None = None) -> str:
 
 
 def main() -> None:
-    options: dict[str, Any] = {"store": False} if API == "responses" else {}
+    options: dict[str, Any] = {}
+    if API == "responses":
+        # Without them it drops reasoning.
+        options = {"store": False, "include": ["reasoning.encrypted_content"]}
     model = ChatOpenAI(
         model="tiny",
         base_url=f"{URL}/v1",

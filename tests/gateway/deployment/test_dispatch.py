@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
+from websockets.asyncio.client import connect
 
 from nano_inference.gateway.deployment.dispatch import Names, names_of, split
 
 from ..errors import code_of, error_of
 from ..fake import Client
 from ..interfaces import STREAMED
+from ..served import listening
 from .deployed import Deployment, Front, opened
 
 NAMED = {
@@ -49,6 +52,25 @@ async def test_the_body_or_the_address_names_the_model(
         numbers = {each: len(engine.requests) for each, engine in deployment.engines.items()}
         assert {each: number for each, number in numbers.items() if number} == {model: len(asked)}
         deployment.engines[model].requests.clear()
+
+
+async def test_each_message_of_a_websocket_names_its_model(
+    front: Front, deployment: Deployment
+) -> None:
+    async with listening(front.server) as port:
+        for prefix, names in (("", ("gpt-4o", "small")), ("/models/org/large", ("gpt-4o", ""))):
+            where = f"ws://localhost:{port}{prefix}/v1/responses"
+            async with connect(where, proxy=None) as socket:
+                for name in names:
+                    body = {"type": "response.create", "input": "a"}
+                    await socket.send(json.dumps(body | ({"model": name} if name else {})))
+                    while (event := json.loads(await socket.recv()))[
+                        "type"
+                    ] != "response.incomplete":
+                        assert event["type"] != "error", event
+                    model = "org/large" if prefix else NAMED[name]
+                    assert event["response"]["model"] == model
+                    assert deployment.engines[model].requests.pop()
 
 
 async def test_at_its_address_a_model_answers_for_no_other(http: Client) -> None:

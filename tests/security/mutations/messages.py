@@ -25,6 +25,7 @@ NOT_ALLOWED = refused("method_not_allowed", 405)
 NOT_HTTP = Wanted(MALFORMED)
 LONG = b"a" * 70_000
 BYTES = (b"", b";" * 999, b"application/octet-stream")
+UNSURE = (b"", b";" * 999, b"application/x-www-form-urlencoded")
 HEAD_TIMEOUT_S = 2
 
 BAD_HEADS = (
@@ -138,6 +139,10 @@ def kinds_of_body(rng: random.Random, interfaces: Interfaces) -> Case:
         # It takes bytes, and bodies of which nothing is said.
         refused_kinds = tuple(each for each in refused_kinds if each not in BYTES)
         taken_kinds += BYTES
+    if interface.shape == "ollama":
+        # Clients declare JSON as a form, or as nothing.
+        refused_kinds = tuple(each for each in refused_kinds if each not in UNSURE)
+        taken_kinds += UNSURE
     codings = (b"gzip", b"br", b"deflate", b"identity, gzip", b"utf-8", b"\x80", b"x" * 999)
     headers: tuple[tuple[bytes, bytes], ...]
     wanted = refusal(interface, MEDIA)
@@ -146,7 +151,7 @@ def kinds_of_body(rng: random.Random, interfaces: Interfaces) -> Case:
             headers = ((b"Content-Type", rng.choice(refused_kinds)),)
         case 1:
             headers = ()
-            wanted = taken(interface) if interface.shape == "kserve" else wanted
+            wanted = taken(interface) if interface.shape in ("kserve", "ollama") else wanted
         case 2:
             headers = (JSON, (b"Content-Encoding", rng.choice(codings)))
         case 3:

@@ -211,6 +211,13 @@ LISTED: dict[str, dict[str, Any]] = {
         "close": "]<|tool_call_end|>",
         "reasoning": ("<think>", "</think>"),
     },
+    "Llama 4 with JSON": {
+        "format": "llama",
+        "model_type": "llama4",
+        "chat_template": "<|header_start|>",
+        "turn": "<|header_start|>assistant<|header_end|>\n\n",
+        "call": '{"name": "{name}", "parameters": {arguments}}',
+    },
     "Llama 4": _PYTHON
     | {
         "format": "pythonic",
@@ -237,9 +244,9 @@ LISTED: dict[str, dict[str, Any]] = {
         "model_type": "olmo3",
         "chat_template": "<|im_start|> <function_calls> <think>",
         "turn": _CHATML,
-        "open": "<function_calls>",
+        "open": "<function_calls>\n",
         "between": "\n",
-        "close": "</function_calls>",
+        "close": "\n</function_calls>",
         "reasoning": _THINK,
     },
 }

@@ -192,9 +192,10 @@ def test_marks_in_a_value_are_part_of_it(family: Family, form: MessageFormat) ->
         # No text holds the mark of its tags.
         marks = set(others)
     for mark in marks:
-        for value in (mark, f"a{mark}b", f"a {mark} b {mark}{mark} c", f"a\n{mark}\nb"):
-            calls = [("get_weather", {"city": value, "x": "1"}), ("get_weather", {"city": value})]
-            assert both(form, family.written(calls)) == Read("", "", calls, 0)
+        values = (mark, f"a{mark}b", f"a {mark} b {mark}{mark} c", f"a\n{mark}\nb")
+        calls = [("get_weather", {"city": value, "x": "1"}) for value in values]
+        calls.append(("get_weather", {"city": mark}))
+        assert both(form, family.written(calls)) == Read("", "", calls, 0)
 
 
 @pytest.mark.parametrize(

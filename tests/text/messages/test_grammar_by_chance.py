@@ -78,7 +78,7 @@ def hints_of(form: MessageFormat, use: ToolUse) -> list[str]:
 def test_complete_messages_are_read_as_requested(name: str, marked: bool, soak: bool) -> None:
     form, writer = FORMS[name], writer_of(name, marked=marked)
     seen = Counter[str]()
-    number = 500 if soak else 3
+    number = 500 if soak else 2
     may_budget = form.reasoning is not None and form.reasoning.close.strip() in (
         writer.special_tokens
     )

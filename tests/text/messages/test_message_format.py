@@ -78,6 +78,15 @@ def test_calls_of_a_template_that_writes_none_are_found_by_their_marks() -> None
         assert found_for(family, "qwen3") == named("qwen")
 
 
+def test_calls_with_arguments_that_a_template_writes_as_no_json_are_found_by_their_begin() -> None:
+    family = FAMILIES["InternLM"]
+
+    def rendered(turns: Any, begin: bool) -> str:
+        return family.rendered(turns, begin).replace('"city"', "'city'")
+
+    assert find_format("auto", None, "", "", rendered).calls == named("internlm").calls
+
+
 def test_reasoning_that_the_chat_template_does_not_show_is_text() -> None:
     form = found_for(FAMILIES["Qwen2.5"], "qwen2")
     assert (form.reads_reasoning, form.reasoning) == (False, None)

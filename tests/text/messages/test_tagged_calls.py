@@ -80,6 +80,7 @@ def test_words_of_python_are_values() -> None:
         ("True", {"boolean"}, True),
         ("None", {"null", "string"}, None),
         ("{'a': [True, None]}", {"object"}, {"a": [True, None]}),
+        (r"['\d']", {"array"}, [r"\d"]),
         ("3.0", {"integer"}, 3),
         ("1", {"boolean"}, True),
         ("1", {"number", "integer"}, 1),
@@ -185,6 +186,66 @@ def test_an_answer_without_the_end_of_the_reasoning_before_it() -> None:
     opening = "<|open|>think<|sep|>"
     text = "<|open|>response<|sep|>Yes.<|close|>response<|sep|><|close|>message<|sep|>"
     assert read(named("kimi-k3"), f"Hm.{text}", opening=opening) == Read("Hm.", "Yes.", [], 0)
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "order": {"$ref": "#/$defs/order"},
+        "tags": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "string"}}]},
+        "either": {
+            "oneOf": [
+                {"type": "object", "properties": {"low": {"type": "string"}}},
+                {"type": "object", "properties": {"high": {"type": "integer"}}},
+            ]
+        },
+        "text": {"type": ["string", "object"]},
+        "free": {},
+    },
+    "$defs": {
+        "order": {
+            "type": "object",
+            "properties": {
+                "lines": {"type": "array", "items": {"$ref": "#/$defs/order"}},
+                "count": {"type": "integer"},
+                "note": {"type": "string"},
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<order><lines><item><count>1</count><note>1</note></item><item></item></lines></order>",
+            {"order": {"lines": [{"count": 1, "note": "1"}, {}]}},
+        ),
+        ("<tags><item>1</item><item>a b</item></tags>", {"tags": ["1", "a b"]}),
+        ("<tags></tags><order></order>", {"tags": [], "order": {}}),
+        ("<either><high>3</high></either>", {"either": {"high": 3}}),
+        ("<either><low>3</low></either>", {"either": {"low": "3"}}),
+        ("<text>1</text>", {"text": "1"}),
+        ("<free><a>1</a><b><item>true</item></b></free>", {"free": {"a": 1, "b": [True]}}),
+        ("<new><a>x</a></new><other>1</other>", {"new": {"a": "x"}, "other": "1"}),
+        ('<order>{"count": 2}</order>', {"order": {"count": 2}}),
+        ("<order><count>1</count><count>2</count></order>", None),
+        ("<order><count>1</order>", None),
+        ("<order><count>1</note></order>", None),
+    ],
+)
+def test_values_in_elements_of_their_own(text: str, expected: dict[str, Any] | None) -> None:
+    mark = "]<]minimax[>["
+    body = text.replace("<", f"{mark}<")
+    call = f'{mark}<tool_call>\n{mark}<invoke name="set">{body}{mark}</invoke>\n{mark}</tool_call>'
+    reading = Reading(tools=(Tool(name="set", parameters=NESTED),))
+    found = deltas_of(MessageReader(named("minimax-m3"), reading, ""), call)
+    if expected is None:
+        assert (found.calls, found.content) == ((), call) or mark in found.calls[0].arguments
+        return
+    (made,) = found.calls
+    assert json.loads(made.arguments.replace(mark, "")) == expected
 
 
 # --- grammars -------------------------------------------------------------------------------------

@@ -75,7 +75,14 @@ typedef struct {
     long rows, block, inputs, coarse, floats;
     int planes;  // digits of an X
     int width;   // bytes of an input
+    int tiled;   // for tiles
 } Digits;
+
+#ifdef TILES
+#include "codes_tiles.h"
+#else
+INLINE int in_tiles(long rows) { return (void)rows, 0; }
+#endif
 
 // Those of a block, at the block's number times rows, plus the row.
 INLINE void *digits_at(const Digits *d, long at) { return d->digits + at * d->block * d->width; }
@@ -137,6 +144,12 @@ static void lay_out_digits(const number *x, long count, const Digits *d, Digit *
         const Floats v = multiply(load_wide_some(x + i, first(count - i)), times);
         const Integers digits = to_integers(v);
         totals = add_integers(totals, digits);
+#ifdef TILES
+        if (d->tiled && d->planes > 1) {
+            put_planes(to - i * d->planes, digits, i, d->block);
+            continue;
+        }
+#endif
         Digit some[16 * PLANES], *const place = i + 16 <= d->block ? to : some;
         if (d->planes == 1)
             put_digits(place, digits, 1);
@@ -164,6 +177,14 @@ static void lay_out_row(const Digits *d, const number *x, long inputs, long row)
 // codes. ahead: memory to prefetch as much of as the block has codes.
 static void multiply_codes(Block *b, const Digits *d, long at, long rows, float *sums, Value *room,
                            const uint8_t *ahead) {
+#ifdef TILES
+    if (d->tiled) {
+        unpack_values(b, room);
+        add_tiles(b, digits_at(d, at), d->block, d->planes, rows, d->units + at, d->totals + at,
+                  sums);
+        return;
+    }
+#endif
     const long most = tile_rows_of(d->planes);
     // A line in each step of the first tiles. Later ones prefetch the next tile's digits.
     long lines = b->form == HALF_BYTES || b->form == LOOKED_UP ? VECTORS / 2 : VECTORS;
@@ -200,6 +221,9 @@ static void multiply_panel(const Codes *c, long panel, const Digits *d, long row
     b.has_offsets = c->offsets.values != NULL;
     Operand table[256];
     if (c->floats) lay_out_table(table);
+#ifdef TILES
+    if (d->tiled) shape_code_tiles(c->block);
+#endif
     for (long block = 0; block < blocks; block++, codes += bytes) {
         const long group = block / c->repeats;
         load_scales(&c->scales, panel, c->groups, group, b.scales);
@@ -213,6 +237,9 @@ static void multiply_panel(const Codes *c, long panel, const Digits *d, long row
         b.codes = codes, b.form = c->bits == 8 ? BYTES : c->table ? LOOKED_UP : HALF_BYTES;
         multiply_codes(&b, d, block * d->rows + row, rows, sums, room.values, codes + apart);
     }
+#ifdef TILES
+    if (d->tiled) _tile_release();
+#endif
 }
 
 INLINE long panels_of(long outputs) { return (outputs + PANEL - 1) / PANEL; }
@@ -225,8 +252,10 @@ static Digits place_digits(const Codes *c, long rows, char **to) {
     d.floats = c->floats;
     d.planes = c->coarse ? 1 : PLANES;
     d.width = c->floats ? sizeof(Operand) : d.planes * sizeof(Digit);
+    d.tiled = !c->floats && in_tiles(rows);
     d.digits = *to;
-    *to += rows * c->inputs * d.width;
+    // A tile reads 16 rows, whatever stands in those that there are not.
+    *to += (rows * c->inputs + (d.tiled ? 15 * c->block : 0)) * d.width;
     d.units = (float *)*to;
     *to += blocks * rows * sizeof(float);
     d.totals = (int32_t *)*to;
@@ -290,8 +319,9 @@ static void codes_by_team(const Linear *l, const number *x, long rows, const num
     Digits all[4];
     for (long from = 0; from < rows; from += DIGIT_ROWS) {
         const long some = rows - from < DIGIT_ROWS ? rows - from : DIGIT_ROWS;
-        const long pieces = (some + SUM_ROWS - 1) / SUM_ROWS, width = l->inputs;
-        const long piece = (some + 6 * pieces - 1) / (6 * pieces) * 6;
+        const long unit = in_tiles(some) ? 16 : 6, most = SUM_ROWS / unit * unit;
+        const long pieces = (some + most - 1) / most, width = l->inputs;
+        const long piece = (some + unit * pieces - 1) / (unit * pieces) * unit;
         char *memory = NULL;
         if (some <= few) {
             memory = memory_for(place_all_digits(l, some, NULL, all));

@@ -56,7 +56,7 @@ class Library(msgspec.Struct, frozen=True):
         return f"{self.instructions} with FMA" if "fma" in self.processor else self.instructions
 
 
-TILES = Library("cpu.c", "amx_bf16", "AMX-BF16", "TILES")
+TILES = Library("cpu.c", "amx_bf16 amx_int8", "AMX-BF16", "TILES")
 BFLOAT16 = Library("cpu.c", "avx512_bf16", "AVX512-BF16", "BFLOAT16")
 BFLOAT16_AVX2 = Library("cpu.c", "avx2 fma", "AVX2", "BFLOAT16 AVX2")
 FLOAT32 = Library("cpu.c", "avx512f", "AVX-512", "FLOAT32")

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from nano_inference.config import Config
-from nano_inference.gateway.api.anthropic.bodies import CountBody
+from nano_inference.gateway.api.anthropic.bodies import CountBody, ThinkingBlock
+from nano_inference.gateway.api.anthropic.signatures import signature_of, thinking_of
 
 from ...fake import Client, FakeEngine, app_of, http_of
 from ...saying import calling_model, words_of
@@ -313,8 +314,25 @@ async def test_omitted_thinking_comes_back_by_its_signature(asking: Asking, http
     http.engine.outputs = says(*["Fine."] * 3)
     prompt = await asking.prompt(USER, {"role": "assistant", "content": message["content"]}, USER)
     assert "<think>\nBern, then." in prompt
-    other = {"type": "thinking", "thinking": "", "signature": "nano-thinking:%"}
+    other = {"type": "thinking", "thinking": "", "signature": "nano-omitted:%"}
     assert "<think>" not in await asking.prompt(USER, said("assistant", other, text("So.")), USER)
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ("Hm, so.", "Hm, so."),
+        ("Hm, so.Hm, so.", "Hm, so."),
+        ("Hm, no.Hm, so.", "Hm, no.Hm, so."),
+        ("Hm", "Hm"),
+    ],
+)
+def test_thinking_that_a_client_doubles_is_read_once(sent: str, read: str) -> None:
+    signature = signature_of("Hm, so.", omitted=False)
+    block = ThinkingBlock(type="thinking", thinking=sent, signature=signature)
+    assert thinking_of(block) == read
+    for foreign in ("", "x", "nano-shown:", "nano-shown:x:y", "nano-shown:99999999999:"):
+        assert thinking_of(msgspec.structs.replace(block, signature=foreign)) == sent
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.332; cch={};"

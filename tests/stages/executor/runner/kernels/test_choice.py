@@ -40,8 +40,8 @@ def allow(monkeypatch: pytest.MonkeyPatch, processor: str, *, tiles: bool) -> No
 @pytest.mark.parametrize(
     ("processor", "tiles", "chosen"),
     [
-        ("avx512f avx512_bf16 amx_bf16", True, "AMX-BF16"),
-        ("avx512f avx512_bf16 amx_bf16", False, "AVX512-BF16"),
+        ("avx512f avx512_bf16 amx_bf16 amx_int8", True, "AMX-BF16"),
+        ("avx512f avx512_bf16 amx_bf16 amx_int8", False, "AVX512-BF16"),
         ("avx512f avx512_bf16", True, "AVX512-BF16"),
         ("avx512f avx2 fma", True, "AVX2"),
     ],
@@ -67,7 +67,7 @@ def test_tiles_are_used_where_processor_and_system_have_them(
 def test_the_variable_of_onednn_forbids_tiles(
     monkeypatch: pytest.MonkeyPatch, most: str, chosen: str
 ) -> None:
-    allow(monkeypatch, "avx512f avx512_bf16 amx_bf16 avx2 fma", tiles=True)
+    allow(monkeypatch, "avx512f avx512_bf16 amx_bf16 amx_int8 avx2 fma", tiles=True)
     monkeypatch.setenv(MOST_INSTRUCTIONS_VARIABLE, most)
     assert cpu.instructions(torch.bfloat16) == chosen
     assert cpu.instructions(torch.float32) == "AVX-512"
@@ -77,7 +77,7 @@ def test_the_variable_of_onednn_forbids_tiles(
 def test_the_variable_of_onednn_keeps_all_libraries_to_avx2(
     monkeypatch: pytest.MonkeyPatch, most: str
 ) -> None:
-    allow(monkeypatch, "avx512f avx512_bf16 amx_bf16 avx2 fma", tiles=True)
+    allow(monkeypatch, "avx512f avx512_bf16 amx_bf16 amx_int8 avx2 fma", tiles=True)
     monkeypatch.setenv(MOST_INSTRUCTIONS_VARIABLE, most)
     assert {cpu.instructions(dtype) for dtype in (torch.bfloat16, torch.float32)} == {"AVX2"}
     assert str(cpu.sampling_library().instructions) == "AVX2"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nano_inference.stages.executor.runner.kernels import cpu
+from nano_inference.stages.executor.runner.kernels import compile, cpu
 from nano_inference.stages.executor.runner.kernels.codes import (
     Codes,
     PlainCodes,
@@ -22,6 +24,7 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     BFLOAT16_AVX2,
     FLOAT32,
     FLOAT32_AVX2,
+    Library,
 )
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind
 from nano_inference.stages.executor.runner.kernels.packed import Packed
@@ -30,6 +33,13 @@ from ...refusals import needs_kernels
 from ...threads import several_threads
 from .codes_reference import Case, random_layer
 
+TILES_HEADER = Path(__file__).with_name("emulated_tiles.h")
+_DIGEST = hashlib.sha256(TILES_HEADER.read_bytes()).hexdigest()
+EMULATED_TILES = Library(
+    BFLOAT16.source, BFLOAT16.processor, BFLOAT16.instructions, f"TILES EMULATED={_DIGEST}"
+)
+"""AMX's kernels, whose own instructions are loops here. The digest names the library's file."""
+
 
 @pytest.fixture(
     params=[
@@ -37,12 +47,16 @@ from .codes_reference import Case, random_layer
         (torch.bfloat16, BFLOAT16_AVX2),
         (torch.float32, FLOAT32),
         (torch.float32, FLOAT32_AVX2),
+        (torch.bfloat16, EMULATED_TILES),
     ],
-    ids=lambda param: param[1].define.lower().replace(" ", "-"),
+    ids=lambda param: param[1].define.partition("=")[0].lower().replace(" ", "-"),
 )
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """That of one of the libraries, which is used then."""
     found, one = request.param
+    if one is EMULATED_TILES:
+        flags = f"{compile._KERNEL_FLAGS} -include {TILES_HEADER}"
+        monkeypatch.setattr(compile, "_KERNEL_FLAGS", flags)
     monkeypatch.setitem(cpu.LIBRARIES, found, (one,))
     cpu.library.cache_clear()
     cpu._chosen.cache_clear()

@@ -64,7 +64,9 @@ _REFUSED_BY_BOTH = _REFUSED | {
 }
 _VERBOSITY = "chat templates read none; ask for it in a message"
 _MODERATION = RefusedField("nothing is judged")
-_CHAT_TEMPLATE = RefusedField("the model's own is used")
+_CHAT_TEMPLATE = RefusedField(
+    "the model's own is used; send the rendered text or tokens to `/v1/completions`"
+)
 _OLD_FORM = "answers would have to be of the old form; give"
 _NOT_HANDED_OVER = RefusedField("nothing is handed to other servers")
 

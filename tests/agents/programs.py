@@ -189,6 +189,10 @@ PROGRAMS = {
         "ai.mjs", "@ai-sdk/openai-compatible@3.0.92", "ai@7.0.173", "zod@4.6.7"
     ),
     "ai-anthropic": _in_node("ai.mjs", "@ai-sdk/anthropic@4.0.105", "ai@7.0.173", "zod@4.6.7"),
+    # The version of n8n's node for OpenAI's chat models.
+    "langchain-js": _in_node(
+        "langchain.mjs", "@langchain/openai@1.4.4", "langchain@1.5.14", "zod@4.6.7"
+    ),
     "openai-agents": _in_python("openai_agents.py", "openai-agents==0.24.0"),
     "langgraph": _in_python(
         "langgraph_agent.py", "langgraph==1.2.24", "langchain==1.5.2", "langchain-openai==1.7.3"

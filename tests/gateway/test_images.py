@@ -241,7 +241,6 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty file": (image_url("data:;base64,"), "invalid_image", "empty"),
     "a URL": (image_url("https://example.org/a.png"), "image_urls_off", "images.url_hosts"),
     "a path": (image_url("file:///etc/passwd"), "image_urls_off", "images.url_hosts"),
-    "an unknown field": (image_url(quality=3), "unsupported", "quality"),
     "a stored file": ({"type": "input_image", "file_id": "f"}, "unsupported", "file_id"),
     "a video": ({"type": "video_url", "video_url": {"url": "x"}}, "unsupported", "video_url"),
 }

@@ -48,8 +48,8 @@ INPUT = {"name": "f", "input_schema": SCHEMA}
 TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"], "parameters": {}}
 NESTED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 
-OPEN = {"schema", "parameters", "input_schema", "input", "arguments"}
-"""Fields whose objects may have any fields: schemas and arguments."""
+OPEN = {"schema", "parameters", "input_schema", "input", "arguments", "caller"}
+"""Fields whose objects may have any fields: schemas, arguments, and what is neutral as a whole."""
 
 MAY_BE_OPEN = {"messages", "input", "tools", "tool_choice", "prediction", "system"}
 """Fields within which unknown fields may be neutral."""

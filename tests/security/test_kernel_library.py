@@ -257,7 +257,8 @@ def test_a_library_is_compiled_again_when_an_included_file_changes(machine: Mach
 def test_each_library_requires_the_instructions_that_it_uses(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, flags: str, without: list[str]
 ) -> None:
-    (compiling.SOURCES / "sampling.c").write_text(SOURCE)
+    for name in ("sampling.c", "layout.c"):
+        (compiling.SOURCES / name).write_text(SOURCE)
     monkeypatch.setattr(compiling, "processor_flags", lambda: f"flags : {flags}")
     for name in LIBRARIES:
         if name in without:

@@ -376,6 +376,15 @@ async def test_an_invalid_stored_block_list_refuses_all_calls(
     assert caller.engine.requests == []
 
 
+async def test_a_conversation_is_compacted_under_the_block_list(caller: Client) -> None:
+    saying(caller.engine, SAID)
+    blocked = await caller.post("/v1/responses/compact", json={"input": "WORSE"})
+    assert blocked.status_code == 400 and not caller.engine.requests
+    answer = await caller.post("/v1/responses/compact", json={"input": "a"})
+    assert code_of(answer, answer.status_code) == "compaction_failed"
+    assert LEFT not in answer.text
+
+
 def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config) -> None:
     """An interface that is added has to be added above."""
     app = app_of(engine, config)
@@ -393,6 +402,11 @@ def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config
         /v1/rerank /v1/messages/count_tokens /v1/responses/input_tokens
         /v1/responses/{response_id}/cancel /v1/streams/{stream}/cancel /v1/kv_sessions/{session}
         /v1/replay/{id} /admin/operations/kv_session /api/embed /api/embeddings
+        /v1/chat/completions/render /v1/chat/completions/derender
+        /v1/completions/render /v1/completions/derender
+        /v1/conversations /v1/conversations/{conversation_id}
+        /v1/conversations/{conversation_id}/items
     """
+    known.add("/v1/responses/compact")
     known |= {*no_answers.split(), *(each for each in posts if "sharedmemory" in each)}
     assert posts == known

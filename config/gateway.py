@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Annotated, ClassVar, Literal
 
-import msgspec
-
 from .base import NonNegativeInt, Port, PositiveInt, Range, Seconds, Section
 
 
@@ -119,7 +117,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     billing_lines: Literal["drop", "keep"] = "drop"
-    model_aliases: dict[str, str] = msgspec.field(default_factory=dict)
+    model_aliases: dict[str, str] = {}  # noqa: RUF012
     template_timeout_s: Seconds = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -157,11 +155,8 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             "at least gateway.max_body_bytes and gateway.max_weights_bytes, or a body of that size "
             "could never be taken",
         )
-        self.require(
-            "allowed_hosts",
-            all(name and not set(name) & set("/: *") for name in self.allowed_hosts),
-            "names of hosts, without scheme and port",
-        )
+        plain = all(name and not set(name) & set("/: *") for name in self.allowed_hosts)
+        self.require("allowed_hosts", plain, "names of hosts, without scheme and port")
         self.require(
             "allowed_origins",
             all(re.fullmatch(r"https?://[^/*\s]+", origin) for origin in self.allowed_origins),

@@ -85,13 +85,14 @@ async def test_each_interface_serves_an_alias() -> None:
     async with http_of(app_of(engine, SETTINGS)) as http:
         for path, body in calls.items():
             for name, adapter in names.items():
-                answer = await http.post(path, json=body | {"model": name})
+                answer = await http.post(path, json=body | {"model": name, "stream": False})
                 assert answer.status_code == 200, answer.text
                 assert engine.requests[-1].model == adapter, (path, name)
-                if "model" in answer.json():
-                    assert answer.json()["model"] == (adapter or "tiny")
+                # Ollama's answers have the name that the caller wrote.
+                own = name if path.startswith("/api/") else adapter or "tiny"
+                assert answer.json().get("model", own) == own
             unknown = await http.post(path, json=body | {"model": "gpt"})
-            assert "gateway.model_aliases" in unknown.json()["error"]["message"]
+            assert "gateway.model_aliases" in unknown.text
 
 
 async def test_an_adapter_is_not_loaded_under_an_alias() -> None:

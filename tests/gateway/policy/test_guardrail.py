@@ -379,7 +379,8 @@ async def test_an_invalid_stored_block_list_refuses_all_calls(
 async def test_a_conversation_is_compacted_under_the_block_list(caller: Client) -> None:
     saying(caller.engine, SAID)
     blocked = await caller.post("/v1/responses/compact", json={"input": "WORSE"})
-    assert blocked.status_code == 400 and not caller.engine.requests
+    assert blocked.status_code == 400
+    assert not caller.engine.requests
     answer = await caller.post("/v1/responses/compact", json={"input": "a"})
     assert code_of(answer, answer.status_code) == "compaction_failed"
     assert LEFT not in answer.text

@@ -58,15 +58,10 @@ def _has_tiles(candidate: Library) -> bool:
 def _prepared(candidate: Library, signatures: Mapping[str, str]) -> ctypes.CDLL:
     if not _allowed(candidate):
         raise KernelsUnavailable(f"{MOST_INSTRUCTIONS_VARIABLE} allows no {candidate.instructions}")
-    loaded = _declared(load_library(candidate), signatures)
-    if _has_tiles(candidate) and not loaded.allow_tiles():
-        raise KernelsUnavailable(f"the system does not allow {candidate.instructions}")
-    return loaded
-
-
-def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> ctypes.CDLL:
+    loaded = load_library(candidate)
     for name, arguments in signatures.items():
         function = getattr(loaded, name)
-        function.argtypes = [_TYPES[each] for each in arguments]
-        function.restype = None
+        function.argtypes, function.restype = [_TYPES[each] for each in arguments], None
+    if _has_tiles(candidate) and not loaded.allow_tiles():
+        raise KernelsUnavailable(f"the system does not allow {candidate.instructions}")
     return loaded

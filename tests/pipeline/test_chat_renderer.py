@@ -34,7 +34,8 @@ TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
     {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>' + call.function.name + call.function.arguments | tojson }}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
@@ -90,7 +91,7 @@ def test_a_call_and_its_result_stand_in_the_next_prompt(folder: Path, chat: Chat
     result = {"role": "tool", "tool_call_id": call["id"], "content": "It is."}
     history = [USER, message | {"tool_calls": [call]}, result]
     again = load_tokenizer(folder).decode(chat.render(history, tools=[WEATHER]).token_ids)
-    assert '<tool_call>get_weather{"city": "Oslo"}' in again
+    assert CALL in again
     assert "It is." in again
 
 
@@ -104,7 +105,7 @@ def test_messages_of_openai_s_library_render(folder: Path, chat: ChatRenderer) -
     prompt = chat.render([asked, answer, said], tools=[WEATHER | {"function": function}])
     text = load_tokenizer(folder).decode(prompt.token_ids)
     assert "user\na\na<|im_end|>" in text
-    assert "assistant\n<tool_call>f{}<|im_end|>" in text
+    assert 'assistant\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>' in text
     assert "None" not in text
 
 
@@ -196,7 +197,9 @@ async def test_the_prompt_is_the_same_in_any_way(
         for tools in ([], [WEATHER], [bare]):
             answer = await http.post("/tokenize", json={"messages": messages, "tools": tools})
             assert answer.status_code == 200, answer.text
-            prompt = ChatRenderer(str(folder)).render(messages, tools=tools)
+            # Nobody reads the calls of the first template as it writes them.
+            renderer = ChatRenderer(str(folder), message_format="qwen")
+            prompt = renderer.render(messages, tools=tools)
             assert list(prompt.token_ids) == answer.json()["tokens"]
             if messages is PLAIN and not tools:
                 request = msgspec.convert(

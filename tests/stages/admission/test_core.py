@@ -218,7 +218,6 @@ def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
                 "stop_token_ids": (frozenset({258}), frozenset({-1}), frozenset({HUGE})),
                 "prompt": (None, "a" + SURROGATE),
                 "messages": (
-                    turns(("user", "a"), ("system", "b")),
                     turns(("user", "divide")),
                     turns(("user", SURROGATE)),
                 ),

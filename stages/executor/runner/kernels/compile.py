@@ -96,7 +96,7 @@ def load_library(library: Library) -> ctypes.CDLL:
             return _load(cache, name)
     sweep()
     try:
-        with _alone(cache), temporary_folder("kernels") as folder:
+        with _alone(cache, name), temporary_folder("kernels") as folder:
             if cache is not None:
                 with suppress(OSError):  # another process has compiled it meanwhile
                     return _load(cache, name)
@@ -112,18 +112,20 @@ def load_library(library: Library) -> ctypes.CDLL:
 
 
 @contextmanager
-def _alone(cache: Path | None) -> Iterator[None]:
-    """Compile in one process of the user at a time: several that start together need the same."""
-    if cache is None:
+def _alone(cache: Path | None, name: str) -> Iterator[None]:
+    """Compile a library in one process of the user at a time: several that start together need the
+    same ones."""
+    with ExitStack() as stack:
+        if cache is not None:
+            path = cache / f"{name}.lock"
+            with suppress(OSError):  # a folder that can't be written, or without locks
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                lock = os.open(path, flags, 0o600)
+                stack.callback(os.close, lock)
+                # Who waits for this file, or makes another one, finds the library.
+                stack.callback(path.unlink, missing_ok=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-        return
-    folder = os.open(cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
 
 
 def digest_of(library: ctypes.CDLL) -> bytes:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from ..device import trim
 from ..kernels.codes import PANEL, Codes, unpack, unpack_rows
 from ..kernels.packed import Packed
 from ..shards import Box, whole_box
@@ -21,6 +22,9 @@ from .rounding import Rounding
 
 _UNPACKED = 1 << 20
 """Numbers that are unpacked at a time, 4 MiB in float32: larger pieces stay with malloc."""
+
+_LARGE = 1 << 24
+"""Weights of a layer that takes far longer to unpack than `trim`."""
 
 
 class _Coded(nn.Module):
@@ -73,6 +77,10 @@ class _Coded(nn.Module):
         for start in range(0, self.form.outputs, count):
             stop = min(start + count, self.form.outputs)
             yield unpack(self.form, tensors, start, stop).to(self.dtype)
+        if self.form.outputs * self.form.inputs >= _LARGE:
+            # Freed pieces stay with malloc, between small objects: 10 % of a model of 7 billion
+            # weights after one pass.
+            trim(torch.device("cpu"))
 
     def boxes(self, name: str) -> list[Box]:
         """Return the parts of the layer's "weight" or "bias", for `shards.boxes_in`."""

@@ -26,6 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .....config import EngineConfig, ModelError
+from ..device import trim
 from ..kernels.codes import Codes, PlainCodes, pack_plain
 from ..linear.choose import method_of
 from ..linear.dense import DenseLinear
@@ -416,6 +417,7 @@ def _read(
     files = mapped_files()
     for tensor in stored.values():
         drop_pages(tensor, files)
+    trim(torch.device("cpu"))  # of what was converted
     return layer
 
 

@@ -60,8 +60,11 @@ def _fields(codes: Tensor, bits: int, run: int) -> Tensor:
     Returns:
         `[..., numbers]`.
     """
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
-    parts = codes.reshape(*codes.shape[:-1], -1, 1, run) >> shifts & (1 << bits) - 1
+    runs = codes.reshape(*codes.shape[:-1], -1, run)
+    parts = codes.new_empty(*runs.shape[:-1], 8 // bits, run)
+    for place in range(8 // bits):
+        torch.bitwise_right_shift(runs, place * bits, out=parts[..., place, :])
+    parts &= (1 << bits) - 1
     return parts.flatten(-3)
 
 

@@ -55,7 +55,7 @@ ARRIVED, UNREAD = "arrived_ns", "unread_ns"
 """When a call's head came, before it waited for a round; for how long its client has not read."""
 
 MAY_RETURN = "may_return"
-"""As of a `Call`; of a connection that can be told to be cut."""
+"""As of a `Call`; of a connection that can be cut on request."""
 
 NAMED_MODEL = "named_model"
 """The model's name in a call's address."""

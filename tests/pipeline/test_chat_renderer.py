@@ -197,7 +197,7 @@ async def test_the_prompt_is_the_same_in_any_way(
         for tools in ([], [WEATHER], [bare]):
             answer = await http.post("/tokenize", json={"messages": messages, "tools": tools})
             assert answer.status_code == 200, answer.text
-            # Nobody reads the calls of the first template as it writes them.
+            # No format reads the calls of the first template.
             renderer = ChatRenderer(str(folder), message_format="qwen")
             prompt = renderer.render(messages, tools=tools)
             assert list(prompt.token_ids) == answer.json()["tokens"]

@@ -16,8 +16,8 @@ _ITEM = "item"
 """The name of a list's elements."""
 
 _UNDECLARED = {"type": ["string", "object", "array"]}
-"""The schema of an argument that its object does not declare: nobody says that its text is a number
-or the like."""
+"""The schema of an argument that its object does not declare: nothing says that its text is a
+number or the like."""
 
 _DEEPEST = 64
 

@@ -128,7 +128,7 @@ def _samples(render: Render) -> _Samples:
 
     turn: Mapping[str, Any] = {"role": "assistant", "content": ""}
     thought = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
-    # Some templates take a single call only, or write several as nobody reads them.
+    # Some templates take a single call only, or write several in a form that no format reads.
     two, one = (written({**turn, "tool_calls": calls[:number]}) for number in (2, 1))
     return _Samples(written(None), written(None, begin=True), two, one, written(thought))
 
@@ -170,7 +170,7 @@ def _fit(form: MessageFormat, samples: _Samples, chat_template: str, model_type:
 
 
 def _shows_calls(form: MessageFormat, samples: _Samples, chat_template: str) -> bool:
-    """Return whether a template whose calls nobody reads shows that its model writes them so: it
+    """Return whether a template whose calls no format reads shows that its model writes them so: it
     writes none, and names the marks; or it begins them so, with arguments that are no JSON."""
     if not form.reads_calls:
         return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from ....config import shown
 from ....text.forgiving_base64 import decode_base64
@@ -30,6 +31,8 @@ from .bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
+
+T = TypeVar("T")
 
 Part = dict[str, Any]
 
@@ -170,16 +173,28 @@ def _tagged(tag: str, named: dict[str, str], inner: list[Part]) -> list[Part]:
     return [begin, *inner, end]
 
 
+def of_type(known: Mapping[str, T], given: Mapping[str, Any], where: str, may_be: str) -> T:
+    """Return what is known for the `type` of a part of a body.
+
+    Args:
+        known: By types.
+        given: The part.
+        where: Its path in the body.
+        may_be: The known types, for the error.
+
+    Raises:
+        FieldError: unsupported: the type is unknown.
+    """
+    kind = given.get("type")
+    found = known.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        raise field_error(f"{where}.type", f"is {shown(kind)}; {may_be}", code="unsupported")
+    return found
+
+
 def _document(block: DocumentBlock, where: str) -> list[Part]:
-    kind = block.source.get("type")
-    known = _DOCUMENTS.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        raise field_error(
-            f"{where}.type",
-            f"is {shown(kind)}; a document may be text, content, or a text file in base64",
-            code="unsupported",
-        )
-    source = read_part(block.source, known, where)
+    may_be = "a document may be text, content, or a text file in base64"
+    source = read_part(block.source, of_type(_DOCUMENTS, block.source, where, may_be), where)
     if isinstance(source, DocumentText):
         return [text_part(source.data)]
     if isinstance(source, DocumentBlocks):
@@ -199,14 +214,8 @@ def _document(block: DocumentBlock, where: str) -> list[Part]:
 
 def _image(block: ImageBlock, where: str) -> ImageSource:
     """Raises FieldError: the image's source is unknown, or can't be read."""
-    param, kind = f"{where}.source", block.source.get("type")
-    known = _SOURCES.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        raise field_error(
-            f"{param}.type",
-            f"is {shown(kind)}; it may be base64 or url",
-            code="unsupported",
-        )
+    param = f"{where}.source"
+    known = of_type(_SOURCES, block.source, param, "it may be base64 or url")
     source = read_part(block.source, known, param)
     if isinstance(source, ImageFile):
         return of_base64(source.data, f"{param}.data")

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from ....config import Int64, shown
+from ....config import Int64
 from ...server.http import field_error
 from ...serving.chat_templates import Conversation, Turn
 from ...serving.fields import ignore, read_part
 from .bodies import ContextManagement
+from .content import of_type
 
 CLEARED = "[This result was removed to save context.]"
 """In place of a cleared result."""
@@ -142,14 +143,7 @@ async def edit(
 
 
 def _read(given: dict[str, Any], where: str) -> Edit:
-    kind = given.get("type")
-    found = _EDITS.get(kind) if isinstance(kind, str) else None
-    if found is None:
-        raise field_error(
-            f"{where}.type",
-            f"is {shown(kind)}; it may be {', '.join(_EDITS)}",
-            code="unsupported",
-        )
+    found = of_type(_EDITS, given, where, f"it may be {', '.join(_EDITS)}")
     return read_part(given, found, where)
 
 

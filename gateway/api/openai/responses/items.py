@@ -331,7 +331,7 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
     """Return the turns of items that `items_of` has read.
 
     Reasoning, text and calls of the model that follow each other are one turn of the assistant,
-    as far as they could have been written so, in whatever order.
+    as far as they could have been written so, in any order.
     """
     turns: list[Turn] = []
     # The assistant's turn so far.

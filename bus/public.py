@@ -116,6 +116,18 @@ class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     after: AfterTurn = "pin"
 
 
+class Session(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """A session, whose token tree keeps what its requests render and sample. docs/token-tree.md.
+
+    Attributes:
+        id: Its name, 1 to 128 printable characters, within the tenant.
+        note: Kept with the turn, unread.
+    """
+
+    id: str
+    note: str = ""
+
+
 class GenerateRequest(
     PublicPart, frozen=True, kw_only=True, tag="generate", tag_field="type", omit_defaults=True
 ):
@@ -154,6 +166,7 @@ class GenerateRequest(
             rendered conversation has its own.
         sample_seeds: The seed of each sample as a `Recipe` has it, in place of `sampling.seed`:
             computes samples again whose request had no seed. docs/replay.md.
+        session: The session of which the request is a turn. No output depends on it.
     """
 
     request_id: str = ""
@@ -174,6 +187,7 @@ class GenerateRequest(
     images: tuple[ImageInput, ...] = ()
     add_special_tokens: bool = True
     sample_seeds: tuple[Int64, ...] = ()
+    session: Session | None = None
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -303,6 +317,22 @@ class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     images: tuple[str, ...] = ()
     embed: EmbedParams | None = None
     executors: tuple[Fingerprint, ...] = ()
+
+
+class TreeSession(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The session whose token tree keeps a request, as in its `session`.
+
+    Attributes:
+        id: The session's.
+        tenant: The session's.
+        note: As in the request.
+        images: Ids of the prompt's images.
+    """
+
+    id: str
+    tenant: str = DEFAULT_TENANT
+    note: str = ""
+    images: tuple[str, ...] = ()
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):
@@ -436,6 +466,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             ended before it ran.
         recipe: For `replay`. None with `admission.recipes: false`, or if the request ended before
             a sample began.
+        session: Its session; None without one, or if the request ended before a sample began.
     """
 
     request_id: str
@@ -453,6 +484,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     kv_session: KVSessionResult | None = None
     recipe: Recipe | None = None
+    session: TreeSession | None = None
 
 
 Output = CompletionChunk | Completion

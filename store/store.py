@@ -16,6 +16,7 @@ from .records import MemoryRecords, Records
 from .redis.keys import Keys
 from .registry import ModelRegistry
 from .service import ServiceRecord
+from .trees import TreeStore
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Store:
         models: The models of the deployment.
         service: The service that each lane has given to its tenants.
         images: Decoded images of requests.
+        trees: Token trees of sessions.
     """
 
     board: StageBoard
@@ -43,6 +45,7 @@ class Store:
     models: ModelRegistry
     service: ServiceRecord
     images: ImageStore
+    trees: TreeStore
 
 
 def store_on(
@@ -63,6 +66,7 @@ def store_on(
         ModelRegistry(keys, records),
         ServiceRecord(keys, records),
         images,
+        TreeStore(config, keys, records),
     )
 
 

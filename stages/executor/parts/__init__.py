@@ -137,6 +137,7 @@ def make_parts(
         ModelError: A part is required and impossible.
     """
     from .adapters import AdapterChanges
+    from .columns import Columns
     from .embeddings import make_embeddings
     from .handover import Handovers
     from .memory import MemoryRelease
@@ -181,6 +182,8 @@ def make_parts(
         yield Tiers(state, shares=shares_kv)
     yield Handovers(state)
     yield PromptScoring(state)
+    if model.generates:
+        yield Columns(state)
     yield Times(state)
 
 

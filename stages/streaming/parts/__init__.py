@@ -95,12 +95,14 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
     """Return the parts that are configured, in the order in which their hooks run."""
     from .accounts import TimeAccounts
     from .adapters import AdapterVersions
+    from .columns import Columns
     from .embeddings import Embeddings
     from .prompt_logprobs import PromptLogprobs
     from .sessions import Sessions
 
     engine = config.engine
-    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), Embeddings(), Sessions()]
+    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), Columns(), Embeddings()]
+    parts.append(Sessions())
     if config.pipeline.replicas > 1:
         from .handover import StepsAhead
 

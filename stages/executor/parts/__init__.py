@@ -137,10 +137,10 @@ def make_parts(
         ModelError: A part is required and impossible.
     """
     from .adapters import AdapterChanges
-    from .columns import Columns
     from .embeddings import make_embeddings
     from .handover import Handovers
     from .memory import MemoryRelease
+    from .per_token import PerToken
     from .recipes import Recipes
     from .scoring import PromptScoring
     from .times import Times
@@ -183,7 +183,7 @@ def make_parts(
     yield Handovers(state)
     yield PromptScoring(state)
     if model.generates:
-        yield Columns(state)
+        yield PerToken(state)
     yield Times(state)
 
 

@@ -10,7 +10,7 @@ from ..step import Step
 from . import Part
 
 
-class Columns(Part):
+class PerToken(Part):
     """Appends a step's columns to its samples; the tokens follow."""
 
     reads = TokenColumns

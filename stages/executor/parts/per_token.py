@@ -8,7 +8,7 @@ from ..driver.step import LaunchedStep
 from . import Part
 
 
-class Columns(Part):
+class PerToken(Part):
     """Reports the values of optional features for a step's tokens."""
 
     def finish(self, step: LaunchedStep, sampled: Sampled) -> None:

@@ -315,8 +315,7 @@ class Submitter(ABC):
             tenant: The tenant of its requests.
 
         Raises:
-            RequestError: `unknown_session`: no turn of it was kept, or it was deleted or expired;
-                `token_trees_off`.
+            RequestError: `unknown_session`: no turn of it was kept, or it was deleted or expired.
             BusError: The bus can't be reached.
         """
         from .token_tree import read_tree

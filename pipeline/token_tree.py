@@ -328,13 +328,9 @@ async def read_tree(trees: TreeStore, tenant: str, session: str) -> TokenTree:
     """Return the token tree of a session.
 
     Raises:
-        RequestError: unknown_session, token_trees_off.
+        RequestError: unknown_session.
         BusError: The transport can't be reached.
     """
-    if not trees.enabled:
-        raise RequestError(
-            "there are no token trees here; set bus.trees_max_bytes", code="token_trees_off"
-        )
     found = await read(trees, tenant, session)
     if found is None:
         raise unknown_session(session)
@@ -345,8 +341,8 @@ def unknown_session(session: str) -> RequestError:
     """There is no such session, or the caller may not read it."""
     return RequestError(
         f"there is no session {shown(session)} here: none of its requests has sampled a token, it "
-        "was deleted, is another tenant's or by a model that the key is not for, or had its first "
-        "turn longer ago than token trees are kept (bus.trees_ttl_s)",
+        "was deleted, is another tenant's or by a model that the key is not for, has expired "
+        "(bus.trees_ttl_s), or no token trees are kept (bus.trees_max_bytes)",
         code="unknown_session",
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....bus.control import ReplicaCapacity, UpdateWeights
 from ....bus.parts.weights import WeightsPlan
 from ....bus.weights import FolderWeights
-from ....config import WeightsError
+from ....config import WeightsError, shown
 from ..driver.step import LaunchedStep
 from ..runner.shards import NewWeight
 from ..runner.weights.checks import DELTA_HEAD, check_stored, limits_of
@@ -122,6 +122,10 @@ class WeightChanges(Part):
             tensors = delta or takers[0].parts()
         else:
             tensors = fetch(*arguments)
+        if origin is not None and stamp_of(folder, weights.limits) != origin.stamp:
+            raise WeightsError(
+                f"the files of {shown(folder)} changed while they were read; send them again"
+            )
         if DELTA_HEAD in tensors:
             return self._delta(tensors)
         try:

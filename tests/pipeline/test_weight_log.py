@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
 
 from nano_inference import (
     Completion,
@@ -20,7 +22,7 @@ from nano_inference import (
     WeightLog,
     WeightsError,
 )
-from nano_inference.pipeline.past import engine_at
+from nano_inference.pipeline.past import engine_at, export_version
 from nano_inference.stages.executor.core import ExecutorCore
 
 from .. import oracle
@@ -114,8 +116,6 @@ async def test_past_tokens_are_computed_again_to_the_bit(
 async def test_the_log_is_of_one_model_and_dtype(logging: Pipeline, loaded: State) -> None:
     await logging.client.update_weights(oracle.announcing(loaded, 1))
     engine = logging.config.engine
-    from msgspec.structs import replace
-
     with raises("weights_refused", "engine.dtype", kind=WeightsError):
         engine_at(replace(engine, dtype="bfloat16"), 1)
     with InferenceEngine(engine) as own:
@@ -123,3 +123,20 @@ async def test_the_log_is_of_one_model_and_dtype(logging: Pipeline, loaded: Stat
         own.update_weights(PastWeights(0), blocking=True)
         assert own.get_weight_version() == 2
     assert len(WeightLog(engine.weight_log).runs()) == 2
+
+
+async def test_a_past_version_is_a_models_folder(
+    logging: Pipeline, loaded: State, tmp_path: Path
+) -> None:
+    await logging.client.update_weights(oracle.announcing(loaded, 1))
+    await logging.client.update_weights(spelling(loaded, 2))
+    engine = logging.config.engine
+    for version in (0, 1):
+        export_version(engine, version, tmp_path / str(version))
+        wanted = WeightLog(engine.weight_log).weights(version)
+        found = load_file(tmp_path / str(version) / "model.safetensors")
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert (tmp_path / "1" / "tokenizer.json").is_file()
+    with raises("weights_refused", "exists", kind=WeightsError):
+        export_version(engine, 1, tmp_path / "1")

@@ -356,7 +356,10 @@ class StagedChanges:
             case do.Fetch(_, update):
                 started = now_ns()
                 fetched: do.Fetched = await self._in_background(self._weights.fetch, update)
-                self.actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                record = self.actor.metrics.record
+                record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                record(instruments.WEIGHT_BYTES, fetched.amount[0])
+                record(instruments.WEIGHT_ELEMENTS, fetched.amount[1])
                 return fetched
             case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)

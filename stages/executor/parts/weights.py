@@ -14,7 +14,7 @@ from ....bus.parts.weights import WeightsPlan
 from ....bus.weights import FolderWeights, PastWeights
 from ....config import WeightsError, shown
 from ..driver.step import LaunchedStep
-from ..runner.shards import NewWeight
+from ..runner.shards import NewWeight, product
 from ..runner.weights.checks import DELTA_HEAD, check_stored, limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
@@ -44,6 +44,7 @@ class Fetched(NamedTuple):
         converted: True, but for a part of an update.
         base: The version of which they are a delta; None if they are none.
         prepared: Their version in the log of weights; None without a log.
+        amount: Bytes that were fetched, and elements: of a delta those that change.
     """
 
     tensors: Mapping[str, NewWeight]
@@ -52,6 +53,7 @@ class Fetched(NamedTuple):
     converted: bool = True
     base: int | None = None
     prepared: PreparedVersion | None = None
+    amount: tuple[int, int] = (0, 0)
 
 
 class WeightChanges(Part):
@@ -163,8 +165,11 @@ class WeightChanges(Part):
         except PartsMissing:
             if not update.part_of:
                 raise
-            return Fetched(tensors, origin, covers=False, converted=False)
-        return Fetched(prepared, origin, weights.covers(prepared))
+            return Fetched(
+                tensors, origin, covers=False, converted=False, amount=amount_of(tensors)
+            )
+        covers = weights.covers(prepared)
+        return Fetched(prepared, origin, covers, amount=amount_of(prepared))
 
     def _past(self, source: PastWeights) -> Fetched:
         """Return weights of the log. Raises WeightsError as `fetch`."""
@@ -184,7 +189,9 @@ class WeightChanges(Part):
         check_stored(payload)
         received = ReceivedDelta(payload, weights)  # type: ignore[arg-type]
         prepared = weights.prepare(received.new_weights())
-        return Fetched(prepared, None, False, base=received.delta.head.base_version)
+        delta = received.delta
+        amount = delta.num_bytes, delta.elements
+        return Fetched(prepared, None, False, base=delta.head.base_version, amount=amount)
 
     def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no
@@ -206,3 +213,9 @@ class WeightChanges(Part):
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
         return replace(found, weight_version=self.manager.version)
+
+
+def amount_of(tensors: Mapping[str, NewWeight]) -> tuple[int, int]:
+    """Return the bytes and elements of whole tensors, as they came."""
+    sizes = [(each.nbytes, product(each.shape)) for each in tensors.values()]
+    return sum(size for size, _ in sizes), sum(number for _, number in sizes)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
     from .bus.weights import FolderWeights as FolderWeights
+    from .bus.weights import PastWeights as PastWeights
     from .config import Config as Config
     from .config import Constraint as Constraint
     from .config import EngineConfig as EngineConfig
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .stages.executor import model_forward as model_forward
     from .stages.executor import sample_with_logprobs as sample_with_logprobs
     from .stages.executor.runner.weights.delta import WeightDelta as WeightDelta
+    from .stages.executor.runner.weights.log import WeightLog as WeightLog
     from .stages.executor.runner.weights.transports import SharedWeights as SharedWeights
     from .stages.executor.runner.weights.transports import WeightsGroup as WeightsGroup
 
@@ -59,7 +61,7 @@ _NAMES = {
     ".bus.public": """
         ChatMessage Completion CompletionChunk EmbedParams GenerateRequest KVSession KVSessionResult
     """,
-    ".bus.weights": "FolderWeights",
+    ".bus.weights": "FolderWeights PastWeights",
     ".config": """
         Config Constraint EngineConfig NanoInferenceError RequestError SamplingParams
         SchedulerConfig WeightsError load_config
@@ -81,6 +83,7 @@ _NAMES = {
     ".stages.batching.radix": "RadixKVCache",
     ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
     ".stages.executor.runner.weights.delta": "WeightDelta",
+    ".stages.executor.runner.weights.log": "WeightLog",
     ".stages.executor.runner.weights.transports": "SharedWeights WeightsGroup",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

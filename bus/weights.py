@@ -96,7 +96,21 @@ class DeltaWeights(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
     tensors: tuple[tuple[str, bytes], ...]
 
 
-WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | DeltaWeights
+class PastWeights(msgspec.Struct, frozen=True, array_like=True, tag="past"):
+    """An earlier version of the weights, from the log of weights (`engine.weight_log`).
+
+    Attributes:
+        version: The version.
+        run: Its run; "" for the executor's own.
+    """
+
+    version: int
+    run: str = ""
+
+
+WeightsSource = (
+    FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | DeltaWeights | PastWeights
+)
 
 
 class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):

@@ -417,6 +417,7 @@ class InferenceEngine(ModelParts):
         sync = weights.sync_blocking if blocking else weights.start_sync
         partial = partial or fetched.base is not None
         try:
+            changes.commit(fetched, weights.check_version(version))
             version = sync(fetched.tensors, version, partial=partial, base=fetched.base)
         finally:
             self._report_memory()

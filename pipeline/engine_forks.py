@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
-from msgspec.structs import replace
-
-from ..bus.public import GenerateRequest, ImageInput
-from ..bus.recovery import RecoveryItem
-from ..config import SamplingParams, shown
+from ..bus.public import GenerateRequest
+from ..config import SamplingParams
 from ..stages.streaming.core import StreamingCore
 from .engine_calls import one_at_a_time
-from .engine_requests import ArgumentError, Finished, UnfinishedRequests, make_request, whole_number
+from .engine_requests import Finished, UnfinishedRequests
 from .rollouts import RequestId, TrainingSample
 
 
@@ -54,48 +50,15 @@ class EngineForks(ABC):
             RequestError: `unknown_request`: no unfinished request has this id. `invalid_fork`: the
                 sample has fewer tokens. Or the request is refused.
         """
+        from .forks import forked_request
+
         if request_id is not None:
             self._requests.check_id(request_id)
-        at = whole_number(at, "at", "invalid_fork")
-        if isinstance(parent, TrainingSample):
-            prompt, token_ids = parent.prompt_tokens, parent.completion_tokens
-            recipe = parent.recipe
-            own, images = ("", ()) if recipe is None else (recipe.adapter, recipe.images)
-        else:
-            prompt, token_ids, own, images = self._unfinished(parent, sample_index)
-        if not 0 <= at <= len(token_ids):
-            raise ArgumentError(
-                f"fork can't be used: at is {shown(at)}, and the sample has {len(token_ids)} "
-                "tokens so far",
-                code="invalid_fork",
-            )
-        adapter = own if adapter is None else adapter
-        path = (*prompt, *token_ids[:at])
-        request = make_request(path, sampling_params, num_samples, adapter=adapter)
-        request = replace(request, images=tuple(ImageInput(id=id) for id in images))
+        about = parent, at, sample_index, adapter
+        request = forked_request(
+            self._requests, self._streaming, about, sampling_params, num_samples
+        )
         name = self._requests.new_name()
         request_id = name if request_id is None else request_id
         self._uncollected += self._queue(name, request_id, request)
         return request_id
-
-    def _unfinished(
-        self, parent: RequestId, sample_index: int
-    ) -> tuple[Sequence[int], Sequence[int], str, Sequence[str]]:
-        """Return prompt, sampled tokens, adapter and image ids of an unfinished request."""
-        name = self._requests.name_of(parent)
-        if name is None:
-            raise ArgumentError(
-                f"no unfinished request has the id {shown(parent)}; fork its sample instead",
-                code="unknown_request",
-            )
-        admitted = self._requests[name].accepted.admitted
-        if not 0 <= sample_index < len(admitted.sequences):
-            raise ArgumentError(
-                f"fork can't be used: sample_index is {shown(sample_index)}, and the request has "
-                f"{len(admitted.sequences)} samples",
-                code="invalid_fork",
-            )
-        samples = self._streaming.recovered(RecoveryItem(name, name, name)).samples
-        tokens = {sample.sample_index: sample.token_ids for sample in samples}
-        found = tokens.get(sample_index, ())
-        return admitted.prompt.token_ids, found, admitted.info.adapter, admitted.prompt.media

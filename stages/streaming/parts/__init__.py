@@ -97,12 +97,13 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
     from .adapters import AdapterVersions
     from .embeddings import Embeddings
     from .forks import Forks
+    from .per_token import PerToken
     from .prompt_logprobs import PromptLogprobs
     from .sessions import Sessions
 
     engine = config.engine
-    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), Embeddings(), Sessions()]
-    parts.append(Forks())
+    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), PerToken(), Embeddings()]
+    parts += [Sessions(), Forks()]
     if config.pipeline.replicas > 1:
         from .handover import StepsAhead
 

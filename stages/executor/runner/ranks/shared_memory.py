@@ -239,20 +239,19 @@ class SharedMemoryGroup(RankGroup):
         with self._running:
             if self._why:
                 raise RankError(self._why)
-            status = self._library.start(
-                self._pointer,
-                tag,
-                _SUMS.get(tensor.dtype, 0),
-                peer,
-                target is None,
-                source.data_ptr() if source is not None else None,
-                target.data_ptr() if target is not None else None,
-                int(min(self.timeout_s, _CHECK_S) * 1e9),
-            )
-            if status == _Status.DONE:
-                return
             try:
-                self._wait(status)
+                status = self._library.start(
+                    self._pointer,
+                    tag,
+                    _SUMS.get(tensor.dtype, 0),
+                    peer,
+                    target is None,
+                    source.data_ptr() if source is not None else None,
+                    target.data_ptr() if target is not None else None,
+                    int(min(self.timeout_s, _CHECK_S) * 1e9),
+                )
+                if status != _Status.DONE:
+                    self._wait(status)
             except BaseException as error:
                 if not self._why:
                     own = isinstance(error, RankError)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .bus.public import Completion as Completion
     from .bus.public import CompletionChunk as CompletionChunk
     from .bus.public import EmbedParams as EmbedParams
+    from .bus.public import Fork as Fork
     from .bus.public import GenerateRequest as GenerateRequest
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
@@ -59,7 +60,8 @@ __version__ = "0.1.0"
 
 _NAMES = {
     ".bus.public": """
-        ChatMessage Completion CompletionChunk EmbedParams GenerateRequest KVSession KVSessionResult
+        ChatMessage Completion CompletionChunk EmbedParams Fork GenerateRequest KVSession
+        KVSessionResult
     """,
     ".bus.weights": "FolderWeights PastWeights",
     ".config": """

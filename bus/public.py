@@ -116,10 +116,24 @@ class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     after: AfterTurn = "pin"
 
 
+class Fork(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """A token of another request's sample, after which a request goes on. docs/forks.md.
+
+    Attributes:
+        request_id: The other request's id, of the same tenant and model.
+        at: Number of leading tokens of its sample that the prompt has.
+        sample_index: The sample.
+    """
+
+    request_id: str
+    at: Int64
+    sample_index: Int64 = 0
+
+
 class GenerateRequest(
     PublicPart, frozen=True, kw_only=True, tag="generate", tag_field="type", omit_defaults=True
 ):
-    """A request for completions, with exactly one of prompt, prompt_token_ids and messages.
+    """A request for completions, with exactly one of prompt, prompt_token_ids, messages and fork.
 
     With `embed` it computes the prompt's embedding, and generates nothing.
 
@@ -154,6 +168,8 @@ class GenerateRequest(
             rendered conversation has its own.
         sample_seeds: The seed of each sample as a `Recipe` has it, in place of `sampling.seed`:
             computes samples again whose request had no seed. docs/replay.md.
+        fork: The prompt is that of another request and the first tokens of one of its samples; its
+            images are that request's, and so is its model if it names none.
     """
 
     request_id: str = ""
@@ -174,6 +190,7 @@ class GenerateRequest(
     images: tuple[ImageInput, ...] = ()
     add_special_tokens: bool = True
     sample_seeds: tuple[Int64, ...] = ()
+    fork: Fork | None = None
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -303,6 +320,23 @@ class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     images: tuple[str, ...] = ()
     embed: EmbedParams | None = None
     executors: tuple[Fingerprint, ...] = ()
+
+
+class ForkOrigin(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The place at which a request began as a fork.
+
+    Attributes:
+        request_id, sample_index, at: As in Fork.
+        entry_id: The other request's.
+        num_generated: Number of tokens at the end of the prompt that were sampled, by the other
+            request or by those of which it was a fork itself.
+    """
+
+    request_id: str
+    entry_id: str
+    at: int
+    sample_index: int = 0
+    num_generated: int = 0
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):
@@ -453,6 +487,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             ended before it ran.
         recipe: For `replay`. None with `admission.recipes: false`, or if the request ended before
             a sample began.
+        fork: Where the request began; None if it was no fork, or ended before a sample began.
     """
 
     request_id: str
@@ -470,6 +505,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     kv_session: KVSessionResult | None = None
     recipe: Recipe | None = None
+    fork: ForkOrigin | None = None
 
 
 Output = CompletionChunk | Completion

@@ -12,7 +12,7 @@ import msgspec
 
 from ..bus import Bus
 from ..bus.codec import written_id
-from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest, Output
+from ..bus.public import Completion, EmbedParams, ErrorInfo, Fork, GenerateRequest, Output
 from ..config import RequestError, SamplingParams
 from .engine_requests import (
     check_prompts,
@@ -196,6 +196,28 @@ class Submitter(ABC):
     async def complete_once(self, request: Request | bytes) -> Completion:
         """Return a request's terminal message, computed once; as `submit_once`."""
         return await _end_of(self.submit_once(request))
+
+    async def fork(
+        self,
+        request_id: str,
+        at: int,
+        *,
+        sample_index: int = 0,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> Completion:
+        """Go on after a token of another request; return the terminal message. docs/forks.md.
+
+        Its prompt is the other request's and the first tokens of its sample, whose KV it shares.
+        For its chunks, `submit` a request with the field `fork`.
+
+        Args:
+            request_id: The other request, running or ended, of the same tenant and model.
+            at: Number of leading tokens of its sample; a fork of a running one waits for them.
+            sample_index: The sample.
+            like: A request with all else: sampling, n, tenant, and so on.
+        """
+        fork = Fork(request_id=request_id, at=at, sample_index=sample_index)
+        return await self.complete(msgspec.structs.replace(like, fork=fork))
 
     async def score(
         self,

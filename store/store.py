@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..config import BusConfig
 from .board import StageBoard
 from .calls import CallStore
+from .forks import ForkStore
 from .images import ImageStore, MemoryImages
 from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
 from .limits import LimitStore
@@ -32,6 +33,7 @@ class Store:
         models: The models of the deployment.
         service: The service that each lane has given to its tenants.
         images: Decoded images of requests.
+        forks: Prompts of forks in flight.
     """
 
     board: StageBoard
@@ -43,6 +45,7 @@ class Store:
     models: ModelRegistry
     service: ServiceRecord
     images: ImageStore
+    forks: ForkStore
 
 
 def store_on(
@@ -63,6 +66,7 @@ def store_on(
         ModelRegistry(keys, records),
         ServiceRecord(keys, records),
         images,
+        ForkStore(keys, records),
     )
 
 

@@ -105,6 +105,7 @@ def make_parts(
     from .adapters import Adapters
     from .constraints import Constraints
     from .embeddings import Embeddings
+    from .forks import Forks
     from .images import Images
     from .sessions import Sessions
     from .speculation import Predictions
@@ -120,6 +121,7 @@ def make_parts(
         Constraints(config, tokenizer),
         Predictions(engine),
         Accounts(),
+        Forks(),
     ]
     if has_reference:
         from .scoring import Reference

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .bus.public import GenerateRequest as GenerateRequest
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
+    from .bus.public import Session as Session
     from .bus.weights import FolderWeights as FolderWeights
     from .bus.weights import PastWeights as PastWeights
     from .config import Config as Config
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from .pipeline.rollouts import RolloutEngine as RolloutEngine
     from .pipeline.rollouts import TrainingSample as TrainingSample
     from .pipeline.scoring import ScoredCompletion as ScoredCompletion
+    from .pipeline.token_tree import SessionSample as SessionSample
+    from .pipeline.token_tree import TokenTree as TokenTree
     from .stages.batching import CacheAllocation as CacheAllocation
     from .stages.batching import KVCacheManager as KVCacheManager
     from .stages.batching import SchedulerOutput as SchedulerOutput
@@ -61,7 +64,7 @@ __version__ = "0.1.0"
 _NAMES = {
     ".bus.public": """
         ChatMessage Completion CompletionChunk EmbedParams Fork GenerateRequest KVSession
-        KVSessionResult
+        KVSessionResult Session
     """,
     ".bus.weights": "FolderWeights PastWeights",
     ".config": """
@@ -77,6 +80,7 @@ _NAMES = {
     ".pipeline.pipeline": "Pipeline",
     ".pipeline.rollouts": "RolloutEngine TrainingSample",
     ".pipeline.scoring": "ScoredCompletion",
+    ".pipeline.token_tree": "SessionSample TokenTree",
     ".stages.batching": """
         CacheAllocation KVCacheManager SchedulerOutput Sequence SequenceStatus compute_block_hash
         schedule

@@ -130,6 +130,18 @@ class Fork(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     sample_index: Int64 = 0
 
 
+class Session(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """A session, whose token tree keeps what its requests render and sample. docs/token-tree.md.
+
+    Attributes:
+        id: Its name, 1 to 128 printable characters, within the tenant.
+        note: Kept with the turn, unread.
+    """
+
+    id: str
+    note: str = ""
+
+
 class GenerateRequest(
     PublicPart, frozen=True, kw_only=True, tag="generate", tag_field="type", omit_defaults=True
 ):
@@ -170,6 +182,7 @@ class GenerateRequest(
             computes samples again whose request had no seed. docs/replay.md.
         fork: The prompt is that of another request and the first tokens of one of its samples; its
             images are that request's, and so is its model if it names none.
+        session: The session of which the request is a turn. No output depends on it.
     """
 
     request_id: str = ""
@@ -191,6 +204,7 @@ class GenerateRequest(
     add_special_tokens: bool = True
     sample_seeds: tuple[Int64, ...] = ()
     fork: Fork | None = None
+    session: Session | None = None
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -337,6 +351,22 @@ class ForkOrigin(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     at: int
     sample_index: int = 0
     num_generated: int = 0
+
+
+class TreeSession(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The session whose token tree keeps a request, as in its `session`.
+
+    Attributes:
+        id: The session's.
+        tenant: The session's.
+        note: As in the request.
+        images: Ids of the prompt's images.
+    """
+
+    id: str
+    tenant: str = DEFAULT_TENANT
+    note: str = ""
+    images: tuple[str, ...] = ()
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):
@@ -488,6 +518,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
         recipe: For `replay`. None with `admission.recipes: false`, or if the request ended before
             a sample began.
         fork: Where the request began; None if it was no fork, or ended before a sample began.
+        session: Its session; None without one, or if the request ended before a sample began.
     """
 
     request_id: str
@@ -506,6 +537,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     kv_session: KVSessionResult | None = None
     recipe: Recipe | None = None
     fork: ForkOrigin | None = None
+    session: TreeSession | None = None
 
 
 Output = CompletionChunk | Completion

@@ -6,13 +6,21 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from ..bus import Bus
 from ..bus.codec import written_id
-from ..bus.public import Completion, EmbedParams, ErrorInfo, Fork, GenerateRequest, Output
+from ..bus.public import (
+    DEFAULT_TENANT,
+    Completion,
+    EmbedParams,
+    ErrorInfo,
+    Fork,
+    GenerateRequest,
+    Output,
+)
 from ..config import RequestError, SamplingParams
 from .engine_requests import (
     check_prompts,
@@ -23,6 +31,9 @@ from .engine_requests import (
 )
 from .replay import PRIORITY, Replay, replay, unknown
 from .rollouts import Prompt
+
+if TYPE_CHECKING:
+    from .token_tree import TokenTree
 
 AT_A_TIME = 256
 """Most requests of one call in flight."""
@@ -316,6 +327,30 @@ class Submitter(ABC):
         if not like.model:
             like = msgspec.structs.replace(like, model=recorded.model)
         return await replay(self.complete, recorded, like, at)
+
+    async def token_tree(self, session: str, *, tenant: str = DEFAULT_TENANT) -> TokenTree:
+        """Return the token tree of a session: all that its requests have rendered and sampled.
+
+        Each request is in it by the time that its terminal message is read. docs/token-tree.md.
+
+        Args:
+            session: The id that its requests have in `session`.
+            tenant: The tenant of its requests.
+
+        Raises:
+            RequestError: `unknown_session`: no turn of it was kept, or it was deleted or expired.
+            BusError: The bus can't be reached.
+        """
+        from .token_tree import read_tree
+
+        return await read_tree(self.bus.store.trees, tenant, session)
+
+    async def delete_session(self, session: str, *, tenant: str = DEFAULT_TENANT) -> bool:
+        """Delete the token tree of a session; return whether there was one.
+
+        Raises BusError: The bus can't be reached.
+        """
+        return await self.bus.store.trees.drop(tenant, session)
 
 
 async def _end_of(outputs: AsyncGenerator[Output, None]) -> Completion:

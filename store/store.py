@@ -17,6 +17,7 @@ from .records import MemoryRecords, Records
 from .redis.keys import Keys
 from .registry import ModelRegistry
 from .service import ServiceRecord
+from .trees import TreeStore
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Store:
         service: The service that each lane has given to its tenants.
         images: Decoded images of requests.
         forks: Prompts of forks in flight.
+        trees: Token trees of sessions.
     """
 
     board: StageBoard
@@ -46,6 +48,7 @@ class Store:
     service: ServiceRecord
     images: ImageStore
     forks: ForkStore
+    trees: TreeStore
 
 
 def store_on(
@@ -67,6 +70,7 @@ def store_on(
         ServiceRecord(keys, records),
         images,
         ForkStore(keys, records),
+        TreeStore(config, keys, records),
     )
 
 

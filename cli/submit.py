@@ -111,13 +111,12 @@ def submit(
     one_text = fork is not None or (len(texts) == 1 and texts != ["-"] and file is None)
     streams = one_text and not as_json and n in (None, 1)
     template |= given({"n": n, "stream": streams, "model": options.served})
-    template |= _session(session, session_ttl_s, session_after)
+    template |= _session(session, session_ttl_s, session_after) | _fork(fork, at, sample)
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
     config = options.client_config()
     images = [read_image(path) for path in image or ()]
     if images and (file is not None or texts == ["-"]):
         raise ConfigError("--image takes a text; requests in a file have images of their own")
-    template |= _fork(fork, at, sample)
     source = _source_of(
         texts, file, template, config.bus.max_request_bytes, chat=chat, images=images
     )

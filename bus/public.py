@@ -116,6 +116,10 @@ class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     after: AfterTurn = "pin"
 
 
+OnVersionLag = Literal["flag", "cut", "retract"]
+"""What becomes of a sample whose oldest token is more than `max_version_lag` versions behind."""
+
+
 class Fork(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     """A token of another request's sample, after which a request goes on. docs/forks.md.
 
@@ -183,6 +187,10 @@ class GenerateRequest(
         fork: The prompt is that of another request and the first tokens of one of its samples; its
             images are that request's, and so is its model if it names none.
         session: The session of which the request is a turn. No output depends on it.
+        max_version_lag: Most versions of the weights that a sample's oldest token may be behind the
+            newest while the sample is generated; None for no limit. docs/rl.md.
+        on_version_lag: Beyond that: the sample goes on and is flagged; it ends with the tokens that
+            it has; or its tokens are dropped and it begins anew, which takes `stream: false`.
     """
 
     request_id: str = ""
@@ -205,6 +213,8 @@ class GenerateRequest(
     sample_seeds: tuple[Int64, ...] = ()
     fork: Fork | None = None
     session: Session | None = None
+    max_version_lag: Int64 | None = None
+    on_version_lag: OnVersionLag = "flag"
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -407,6 +417,21 @@ class TokenLogprob(OutputPart, frozen=True, kw_only=True):
     logprob: float
 
 
+class VersionLag(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The age of a sample of a request with `max_version_lag`, at its end.
+
+    Attributes:
+        versions: Versions of the weights that its oldest token is behind those in place.
+        outcome: "within" the limit; "flagged": beyond it; "cut": it ended with the finish reason
+            "abort" when it would have been; "retracted": within, begun anew at least once.
+        num_retractions: Times that it was begun anew.
+    """
+
+    versions: int
+    outcome: Literal["within", "flagged", "cut", "retracted"] = "within"
+    num_retractions: int = 0
+
+
 class CompletionSample(OutputPart, frozen=True, kw_only=True):
     """One finished sample.
 
@@ -427,6 +452,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
         num_accepted_draft_tokens: Drafted tokens equal to the sampled ones, within the sample.
         support_logprobs: `[k]`, log S: the log of the probability mass that top_k, top_p and min_p
             left at each position. None without such limits. docs/sampling.md.
+        version_lag: Its age, for a request with `max_version_lag`; None for any other.
     """
 
     sample_index: int
@@ -443,6 +469,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     support_logprobs: tuple[float, ...] | None = None
+    version_lag: VersionLag | None = None
 
 
 class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob
+from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob, VersionLag
 from ..config import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         num_accepted_draft_tokens: Draft tokens that were accepted.
         from_response_cache: Whether the tokens were computed for an equal request before.
         kv_session: Result of the request's `kv_session`; None without one.
+        version_lag: Its age in versions, for a request with `max_version_lag`.
         recipe: Inputs that compute the sample again (`InferenceEngine.replay`).
         quantization: The forms of the codes that the weights are, such as "int4-128+int8"; "" for
             plain weights. `logprobs` are those of the codes.
@@ -72,6 +73,7 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     time: dict[str, int] | None = None
     billed_ns: int | None = None
     support_logprobs: tuple[float, ...] | None = None
+    version_lag: VersionLag | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingSample):

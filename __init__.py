@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .bus.public import GenerateRequest as GenerateRequest
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
+    from .bus.weights import ArcWeights as ArcWeights
     from .bus.weights import FolderWeights as FolderWeights
     from .bus.weights import PastWeights as PastWeights
     from .config import Config as Config
@@ -61,7 +62,7 @@ _NAMES = {
     ".bus.public": """
         ChatMessage Completion CompletionChunk EmbedParams GenerateRequest KVSession KVSessionResult
     """,
-    ".bus.weights": "FolderWeights PastWeights",
+    ".bus.weights": "ArcWeights FolderWeights PastWeights",
     ".config": """
         Config Constraint EngineConfig NanoInferenceError RequestError SamplingParams
         SchedulerConfig WeightsError load_config

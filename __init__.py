@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from .bus.public import Completion as Completion
     from .bus.public import CompletionChunk as CompletionChunk
     from .bus.public import EmbedParams as EmbedParams
+    from .bus.public import Fork as Fork
     from .bus.public import GenerateRequest as GenerateRequest
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
+    from .bus.public import Session as Session
     from .bus.weights import ArcWeights as ArcWeights
     from .bus.weights import FolderWeights as FolderWeights
     from .bus.weights import PastWeights as PastWeights
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from .pipeline.rollouts import RolloutEngine as RolloutEngine
     from .pipeline.rollouts import TrainingSample as TrainingSample
     from .pipeline.scoring import ScoredCompletion as ScoredCompletion
+    from .pipeline.token_tree import SessionSample as SessionSample
+    from .pipeline.token_tree import TokenTree as TokenTree
     from .stages.batching import CacheAllocation as CacheAllocation
     from .stages.batching import KVCacheManager as KVCacheManager
     from .stages.batching import SchedulerOutput as SchedulerOutput
@@ -60,7 +64,8 @@ __version__ = "0.1.0"
 
 _NAMES = {
     ".bus.public": """
-        ChatMessage Completion CompletionChunk EmbedParams GenerateRequest KVSession KVSessionResult
+        ChatMessage Completion CompletionChunk EmbedParams Fork GenerateRequest KVSession
+        KVSessionResult Session
     """,
     ".bus.weights": "ArcWeights FolderWeights PastWeights",
     ".config": """
@@ -76,6 +81,7 @@ _NAMES = {
     ".pipeline.pipeline": "Pipeline",
     ".pipeline.rollouts": "RolloutEngine TrainingSample",
     ".pipeline.scoring": "ScoredCompletion",
+    ".pipeline.token_tree": "SessionSample TokenTree",
     ".stages.batching": """
         CacheAllocation KVCacheManager SchedulerOutput Sequence SequenceStatus compute_block_hash
         schedule

@@ -124,6 +124,7 @@ CONSTRAINTS = _counter(
 CONSTRAINT_COMPILE = _step_seconds(
     "nano.constraint.compile.duration", "Time to compile a constraint.", names.CONSTRAINT
 )
+FORKS = _counter("nano.forks", "{request}", "Requests that fork another one.", names.ERROR_TYPE)
 IMAGES = _counter("nano.images", "{image}", "Images of requests.", names.ERROR_TYPE)
 IMAGE_TIME = _counter(
     "nano.images.time", "s", "Time to decode, process and store images, waiting included."

@@ -453,6 +453,9 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
         support_logprobs: `[k]`, log S: the log of the probability mass that top_k, top_p and min_p
             left at each position. None without such limits. docs/sampling.md.
         version_lag: Its age, for a request with `max_version_lag`; None for any other.
+        sampling_masks: `[k]`, the support at each position: the ids of the tokens that could be
+            sampled, rising, int32, little-endian, base64 in JSON. Empty for a support of more than
+            `engine.max_sampling_mask` tokens. None if not requested.
     """
 
     sample_index: int
@@ -470,6 +473,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     num_accepted_draft_tokens: int = 0
     support_logprobs: tuple[float, ...] | None = None
     version_lag: VersionLag | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
 
 
 class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
@@ -491,7 +495,7 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         prompt_logprobs, prompt_top_logprobs: As in Completion, in the first chunk of the first
             sample; None in all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
-        support_logprobs: `[k]`, as in CompletionSample.
+        support_logprobs, sampling_masks: `[k]`, as in CompletionSample.
     """
 
     request_id: str
@@ -508,9 +512,10 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     adapter_version: int = 0
     support_logprobs: tuple[float, ...] | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
 
 
-TOKEN_COLUMNS = ("support_logprobs",)
+TOKEN_COLUMNS = ("support_logprobs", "sampling_masks")
 """Fields of chunks and samples that have a value for each token if the request has a feature."""
 
 

@@ -49,6 +49,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         support_logprobs: `[completion]`, log S: the log of the probability mass that top_k, top_p
             and min_p left at each position; `logprobs` minus it is of the distribution that was
             sampled from. None without such limits.
+        sampling_masks: `[completion]`, on request: the ids of the tokens that could be sampled at
+            each position, `numpy.frombuffer(mask, "<i4")`. Empty for a support of more than
+            `max_sampling_mask` tokens.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -74,6 +77,7 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     billed_ns: int | None = None
     support_logprobs: tuple[float, ...] | None = None
     version_lag: VersionLag | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingSample):

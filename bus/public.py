@@ -394,8 +394,8 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         finish_reason: Set on the sample's last chunk.
         weight_version: Version of these tokens' weights.
         top_logprobs: `[k]`, as in CompletionSample.
-        prompt_logprobs, prompt_top_logprobs: As in Completion, in the first chunk of the first
-            sample; None in all others.
+        prompt_logprobs, prompt_top_logprobs, prompt_token_id_logprobs, prompt_token_ranks: As in
+            Completion, in the first chunk of the first sample; None in all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
     """
 
@@ -412,6 +412,8 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     prompt_logprobs: tuple[float | None, ...] | None = None
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     adapter_version: int = 0
+    prompt_token_id_logprobs: bytes | None = None
+    prompt_token_ranks: tuple[int | None, ...] | None = None
 
 
 class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
@@ -425,8 +427,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
         samples: All samples in order; after an error, their output until then.
         trace_id: 32 hex digits; empty for an untraced request.
         prompt_logprobs: `[prompt]`, each prompt token's logprob given those before it; None for the
-            first. None if not requested (`sampling.prompt_logprobs`), or if the request ended
-            before all were known.
+            first, and up to `sampling.prompt_logprob_start`. None if not requested
+            (`sampling.prompt_logprobs`), or if the request ended before all were known.
         prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
         prompt_token_ids: `[prompt]`, the tokenised prompt. Empty if the request ended before a
             sample began.
@@ -436,6 +438,11 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             ended before it ran.
         recipe: For `replay`. None with `admission.recipes: false`, or if the request ended before
             a sample began.
+        prompt_token_id_logprobs: `[targets]`, float32, little-endian, base64 in JSON: the logprob
+            of each id in `sampling.prompt_logprob_token_ids`, list by list, without those of -1.
+            None as for `prompt_logprobs`.
+        prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: the place of each token among
+            all tokens there, from 1, likeliest first; None where it has no logprob.
     """
 
     request_id: str
@@ -453,6 +460,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     kv_session: KVSessionResult | None = None
     recipe: Recipe | None = None
+    prompt_token_id_logprobs: bytes | None = None
+    prompt_token_ranks: tuple[int | None, ...] | None = None
 
 
 Output = CompletionChunk | Completion

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob
 from ..config import SamplingParams
@@ -45,6 +47,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         time: Nanoseconds of its request by cause (docs/time.md); samples of a request share it.
             None if unknown.
         billed_ns: The request's share of the device's busy time; None if unknown.
+        prompt_token_id_logprobs: `[positions, most targets at a position]`, on request: the logprob
+            of each id in `prompt_logprob_token_ids`; minus infinity where nothing was asked for.
+        prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: each token's place among all.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -68,6 +73,8 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     quantization: str = ""
     time: dict[str, int] | None = None
     billed_ns: int | None = None
+    prompt_token_id_logprobs: npt.NDArray[np.float32] | None = None
+    prompt_token_ranks: tuple[int | None, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingSample):
@@ -79,7 +86,12 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def _numbers(self) -> tuple[object, ...]:
-        return msgspec.structs.astuple(self)[:-2]
+        names = (name for name in self.__struct_fields__ if name not in ("time", "billed_ns"))
+        return tuple([_comparable(getattr(self, name)) for name in names])
+
+
+def _comparable(value: object) -> object:
+    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
 @runtime_checkable

@@ -19,9 +19,11 @@ from ....bus.public import (
     Output,
     Usage,
 )
+from ....bus.targets import target_array
 from ....text.messages import Delta, MessageFormat
 from ...call import Account
 from ...server.measures import Measures
+from ...serving.arrays import npy_text
 from ...serving.logprobs import (
     TextLogprobs,
     TokenNames,
@@ -84,6 +86,7 @@ class ChoicesWriter:
                 choice.end(sample, completion)
                 choices.append(choice.take())
                 if self.call.kind == "completions":
+                    choices[-1] |= self._targets(completion)
                     choices[-1]["prompt_logprobs"] = prompt_logprobs
                     choices[-1].setdefault("prompt_token_ids", None)
                 reasoning += choice.reasoning_tokens
@@ -99,6 +102,8 @@ class ChoicesWriter:
             answer["prompt_token_ids"] = self.prompts[0]
         if self.call.prompt_logprobs and self.call.kind != "completions":
             answer["prompt_logprobs"] = self._prompt_logprobs(0, completions[0])
+        if self.call.kind != "completions":
+            answer |= self._targets(completions[0])
         return answer
 
     def head(self, version: int | None, *, chunk: bool) -> Answer:
@@ -188,7 +193,19 @@ class ChoicesWriter:
         token_ids = self.prompts[prompt]
         if isinstance(token_ids, str) or output.prompt_logprobs is None:
             return []
-        return records_of(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
+        records = records_of(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
+        ranks = output.prompt_token_ranks or [None] * len(records)
+        return [each._replace(rank=rank) for each, rank in zip(records, ranks, strict=True)]
+
+    def _targets(self, completion: Completion) -> Answer:
+        """Return the logprobs of targets in the prompt, if there are any."""
+        wanted, found = (
+            self.call.sampling.prompt_logprob_token_ids,
+            completion.prompt_token_id_logprobs,
+        )
+        if wanted is None or found is None:
+            return {}
+        return {"prompt_token_id_logprobs": npy_text(target_array(wanted, found))}
 
     def _prompt_logprobs(self, prompt: int, completion: Completion) -> list[Any] | None:
         if not self.call.prompt_logprobs or self.names is None:

@@ -149,6 +149,8 @@ class TextBody(StreamedBody, frozen=True, kw_only=True):
 
     n: Int64 = 1
     prompt_logprobs: Int64 | None = None
+    prompt_logprob_token_ids: tuple[tuple[Int64, ...], ...] | None = None
+    prompt_logprob_start: Int64 = 0
     structured_outputs: dict[str, Any] = {}
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

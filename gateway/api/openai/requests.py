@@ -26,6 +26,7 @@ _ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "g
 
 _LONGEST_NAME = 256
 _FORK = "invalid_fork"
+_TARGETS = "prompt_logprob_token_ids"
 
 
 class ChoicesCall(CallHead, frozen=True, kw_only=True):
@@ -288,6 +289,7 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
     prompt_logprobs = sampling.prompt_logprobs is not None
     _check_stream(fields, prompt_logprobs, "sampling_params.prompt_logprobs")
+    _check_targets(fields, sampling, f"sampling_params.{_TARGETS}")
     call = ChoicesCall(
         **_common(fields, config, "generate"),
         n=own.n,
@@ -405,14 +407,23 @@ def _text_sampling(
             "guided_*": of_structured_outputs(guided, "guided"),
         }
     )
-    return read_sampling(
+    sampling = read_sampling(
         body,
         TEXT_SAMPLING,
         max_tokens=max_tokens,
         logprobs=logprobs or 0,
         prompt_logprobs=prompt_logprobs,
+        prompt_logprob_token_ids=fields.prompt_logprob_token_ids,
+        prompt_logprob_start=fields.prompt_logprob_start,
         constraint=constraint,
     )
+    _check_targets(fields, sampling, _TARGETS)
+    return sampling
+
+
+def _check_targets(fields: StreamedBody, sampling: SamplingParams, param: str) -> None:
+    if fields.stream and sampling.prompt_logprob_token_ids is not None:
+        raise field_error(param, "are not scored in a stream")
 
 
 def prompts_of(

@@ -15,9 +15,11 @@ from ...server.http import FieldError, field_error
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
 from ...serving.fields import Body, engine_priority, ignore, read_part
+from ...serving.images import ImageSource
 from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
+from .token_images import images_of
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -51,6 +53,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         before: The text before that of each of a chat's choices: with echo the last message.
         truncation: As of `serving.prepared.truncated`; None for prompts that are taken whole.
         truncation_side: Likewise.
+        places: Offset and length of the tokens of each image, in an answer that shows a prompt of
+            tokens; None in any other.
     """
 
     kind: Kind
@@ -73,6 +77,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     before: str = ""
     truncation: int | None = None
     truncation_side: Literal["left", "right"] = "left"
+    places: tuple[tuple[int, int], ...] | None = None
 
     @property
     def chat(self) -> bool:
@@ -264,8 +269,10 @@ def _last_text(fields: ChatBody) -> str:
     return content if isinstance(content, str) else ""
 
 
-def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCall, Prompt]:
-    """Read a body of `/inference/v1/generate`: the call, and its prompt.
+def read_generate(
+    body: Body, config: Config, max_model_len: int
+) -> tuple[ChoicesCall, tuple[int, ...], list[ImageSource]]:
+    """Read a body of `/inference/v1/generate`: the call, its prompt, and the images of that.
 
     Args:
         max_model_len: As for `read_chat`.
@@ -287,9 +294,10 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
         prompt_logprobs=prompt_logprobs,
         token_ids=True,
         named=_named(fields.request_id),
+        places=() if fields.return_token_ids else None,
     )
     _check_number(call.n, 1, config.gateway.max_prompts, "sampling_params.n")
-    return call, tuple(fields.token_ids)
+    return call, tuple(fields.token_ids), images_of(fields.content_parts, fields.features)
 
 
 def _common(fields: StreamedBody, config: Config, kind: Kind) -> dict[str, Any]:

@@ -116,10 +116,36 @@ class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     after: AfterTurn = "pin"
 
 
+class Fork(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """A token of another request's sample, after which a request goes on. docs/forks.md.
+
+    Attributes:
+        request_id: The other request's id, of the same tenant and model.
+        at: Number of leading tokens of its sample that the prompt has.
+        sample_index: The sample.
+    """
+
+    request_id: str
+    at: Int64
+    sample_index: Int64 = 0
+
+
+class Session(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """A session, whose token tree keeps what its requests render and sample. docs/token-tree.md.
+
+    Attributes:
+        id: Its name, 1 to 128 printable characters, within the tenant.
+        note: Kept with the turn, unread.
+    """
+
+    id: str
+    note: str = ""
+
+
 class GenerateRequest(
     PublicPart, frozen=True, kw_only=True, tag="generate", tag_field="type", omit_defaults=True
 ):
-    """A request for completions, with exactly one of prompt, prompt_token_ids and messages.
+    """A request for completions, with exactly one of prompt, prompt_token_ids, messages and fork.
 
     With `embed` it computes the prompt's embedding, and generates nothing.
 
@@ -154,6 +180,9 @@ class GenerateRequest(
             rendered conversation has its own.
         sample_seeds: The seed of each sample as a `Recipe` has it, in place of `sampling.seed`:
             computes samples again whose request had no seed. docs/replay.md.
+        fork: The prompt is that of another request and the first tokens of one of its samples; its
+            images are that request's, and so is its model if it names none.
+        session: The session of which the request is a turn. No output depends on it.
     """
 
     request_id: str = ""
@@ -174,6 +203,8 @@ class GenerateRequest(
     images: tuple[ImageInput, ...] = ()
     add_special_tokens: bool = True
     sample_seeds: tuple[Int64, ...] = ()
+    fork: Fork | None = None
+    session: Session | None = None
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -305,6 +336,39 @@ class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     executors: tuple[Fingerprint, ...] = ()
 
 
+class ForkOrigin(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The place at which a request began as a fork.
+
+    Attributes:
+        request_id, sample_index, at: As in Fork.
+        entry_id: The other request's.
+        num_generated: Number of tokens at the end of the prompt that were sampled, by the other
+            request or by those of which it was a fork itself.
+    """
+
+    request_id: str
+    entry_id: str
+    at: int
+    sample_index: int = 0
+    num_generated: int = 0
+
+
+class TreeSession(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The session whose token tree keeps a request, as in its `session`.
+
+    Attributes:
+        id: The session's.
+        tenant: The session's.
+        note: As in the request.
+        images: Ids of the prompt's images.
+    """
+
+    id: str
+    tenant: str = DEFAULT_TENANT
+    note: str = ""
+    images: tuple[str, ...] = ()
+
+
 class StageTime(OutputPart, frozen=True, kw_only=True):
     """Arrival at a stage, and departure."""
 
@@ -361,6 +425,8 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
             `weight_version` is of the vector's weights.
         num_draft_tokens: Drafted tokens verified for the sample, counted as in Usage.
         num_accepted_draft_tokens: Drafted tokens equal to the sampled ones, within the sample.
+        support_logprobs: `[k]`, log S: the log of the probability mass that top_k, top_p and min_p
+            left at each position. None without such limits. docs/sampling.md.
     """
 
     sample_index: int
@@ -376,6 +442,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     embedding: tuple[float, ...] | None = None
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    support_logprobs: tuple[float, ...] | None = None
 
 
 class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
@@ -397,6 +464,7 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         prompt_logprobs, prompt_top_logprobs: As in Completion, in the first chunk of the first
             sample; None in all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
+        support_logprobs: `[k]`, as in CompletionSample.
     """
 
     request_id: str
@@ -412,6 +480,19 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     prompt_logprobs: tuple[float | None, ...] | None = None
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     adapter_version: int = 0
+    support_logprobs: tuple[float, ...] | None = None
+
+
+TOKEN_COLUMNS = ("support_logprobs",)
+"""Fields of chunks and samples that have a value for each token if the request has a feature."""
+
+
+def token_columns(
+    of: CompletionChunk | CompletionSample, start: int = 0, stop: int | None = None
+) -> dict[str, Any]:
+    """Return the token columns that a chunk or sample has, of its tokens from `start` to `stop`."""
+    found = {name: getattr(of, name) for name in TOKEN_COLUMNS}
+    return {name: each[start:stop] for name, each in found.items() if each is not None}
 
 
 class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
@@ -436,6 +517,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             ended before it ran.
         recipe: For `replay`. None with `admission.recipes: false`, or if the request ended before
             a sample began.
+        fork: Where the request began; None if it was no fork, or ended before a sample began.
+        session: Its session; None without one, or if the request ended before a sample began.
     """
 
     request_id: str
@@ -453,6 +536,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     kv_session: KVSessionResult | None = None
     recipe: Recipe | None = None
+    fork: ForkOrigin | None = None
+    session: TreeSession | None = None
 
 
 Output = CompletionChunk | Completion

@@ -63,6 +63,13 @@ def submit(
     session_after: Annotated[
         AfterTurn | None, field("--kv-session-after", "What becomes of its KV; default: pin.")
     ] = None,
+    fork: Annotated[
+        str | None, field("--fork ID", "Go on after a token of another request; no TEXT.")
+    ] = None,
+    at: Annotated[int | None, field("--at K", "Number of its tokens to go on after.")] = None,
+    sample: Annotated[
+        int | None, field("--fork-sample INDEX", "Which of its samples; default: 0.")
+    ] = None,
     as_json: Annotated[bool, _output("--json", "Print each Completion as a line of JSON.")] = False,
     no_wait: Annotated[bool, _output("--no-wait", "Print entry ids, and don't wait.")] = False,
     trace: Annotated[bool, _output("--trace", "Draw the times, on standard error.")] = False,
@@ -91,13 +98,17 @@ def submit(
 
         seq 1 9 | sed 's/$/ + 5 =/' | nano-inference submit -
 
+    With --fork the prompt is that of another request and the first tokens of its sample:
+
+        nano-inference submit --fork my-request --at 12 -n 8 -t 1
+
     Options fill in the fields that a request lacks.
 
     Answers go to standard output, messages to standard error. Ctrl-C cancels the requests in
     flight. The exit status is 1 when any request failed.
     """
     texts = texts or []
-    one_text = len(texts) == 1 and texts != ["-"] and file is None
+    one_text = (len(texts) == 1 and texts != ["-"] and file is None) or fork is not None
     streams = one_text and not as_json and n in (None, 1)
     template |= given({"n": n, "stream": streams, "model": options.served})
     template |= _session(session, session_ttl_s, session_after)
@@ -106,9 +117,14 @@ def submit(
     images = [read_image(path) for path in image or ()]
     if images and (file is not None or texts == ["-"]):
         raise ConfigError("--image takes a text; requests in a file have images of their own")
-    source = _source_of(
-        texts, file, template, config.bus.max_request_bytes, chat=chat, images=images
-    )
+    if forked := _fork(fork, at, sample):
+        if texts or file is not None or chat or images:
+            raise ConfigError("--fork takes no text, file or image: those are the other request's")
+        source = _listed([Submission("1", template.of_object(forked))])
+    else:
+        source = _source_of(
+            texts, file, template, config.bus.max_request_bytes, chat=chat, images=images
+        )
     asyncio.run((_publish if no_wait else _answer)(config, source, printer))
     if printer.failed:
         raise typer.Exit(1)
@@ -120,6 +136,14 @@ def _session(id: str | None, ttl_s: float | None, after: AfterTurn | None) -> di
     if id is None and more:
         raise ConfigError("--kv-session-ttl and --kv-session-after need --kv-session")
     return {} if id is None else {"kv_session": {"id": id, **more}}
+
+
+def _fork(id: str | None, at: int | None, sample: int | None) -> dict[str, Any]:
+    """Return the request's field of a fork, if it is one."""
+    if (id is None) != (at is None) or (id is None and sample is not None):
+        raise ConfigError("--fork ID and --at K go together, and --fork-sample needs both")
+    more = given({"sample_index": sample})
+    return {} if id is None else {"fork": {"request_id": id, "at": at, **more}}
 
 
 def _source_of(

@@ -54,6 +54,7 @@ from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from .engine_calls import one_at_a_time
+from .engine_forks import EngineForks
 from .engine_images import EngineImages, find_image_processor
 from .engine_parts import ModelParts
 from .engine_requests import (
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
 
 
 @one_at_a_time
-class InferenceEngine(ModelParts):
+class InferenceEngine(EngineForks, ModelParts):
     """Generates in this process, on the caller's thread. Calls of several threads take turns.
 
     ```python
@@ -413,10 +414,12 @@ class InferenceEngine(ModelParts):
                     # Otherwise the next update would receive this broadcast.
                     changes.groups.skip(source.group)
                 raise
-            tensors = changes.fetch(update).tensors
+            fetched = changes.fetch(update)
         sync = weights.sync_blocking if blocking else weights.start_sync
+        partial = partial or fetched.base is not None
         try:
-            version = sync(tensors, version, partial=partial)
+            changes.commit(fetched, weights.check_version(version))
+            version = sync(fetched.tensors, version, partial=partial, base=fetched.base)
         finally:
             self._report_memory()
         self._batching.receive(WeightsReady(version, in_flight), now_ns())

@@ -45,6 +45,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         time: Nanoseconds of its request by cause (docs/time.md); samples of a request share it.
             None if unknown.
         billed_ns: The request's share of the device's busy time; None if unknown.
+        support_logprobs: `[completion]`, log S: the log of the probability mass that top_k, top_p
+            and min_p left at each position; `logprobs` minus it is of the distribution that was
+            sampled from. None without such limits.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -68,6 +71,7 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     quantization: str = ""
     time: dict[str, int] | None = None
     billed_ns: int | None = None
+    support_logprobs: tuple[float, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingSample):
@@ -79,7 +83,8 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def _numbers(self) -> tuple[object, ...]:
-        return msgspec.structs.astuple(self)[:-2]
+        times = {"time", "billed_ns"}
+        return tuple([getattr(self, name) for name in self.__struct_fields__ if name not in times])
 
 
 @runtime_checkable

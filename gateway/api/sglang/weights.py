@@ -20,6 +20,7 @@ from ...server.http import JsonResponse, Response, decode_object, error_response
 from ...serving.fields import RefusedField, read_part
 from ...serving.model_names import alias_of
 from ...serving.services import Services
+from .pull import pull_weights
 from .requests import read_sglang_object
 
 _BY_ITSELF = "the engine itself frees memory and records graphs"
@@ -92,6 +93,14 @@ class DiskBody(UpdateBody, frozen=True, kw_only=True):
     """`/update_weights_from_disk`."""
 
     model_path: str
+
+
+class PullBody(msgspec.Struct, frozen=True):
+    """`/pull_weights`, slime's."""
+
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: Int64
 
 
 class TensorBody(UpdateBody, frozen=True, kw_only=True):
@@ -201,6 +210,17 @@ class WeightCalls:
         return await self._take(
             FolderWeights(body.model_path), body, whole=True, num_paused_requests=0
         )
+
+    async def pull(self, call: Call) -> Response:
+        """Bring a local checkpoint to a published version. It is put in place by `from_disk`."""
+        body = await self._read(call, PullBody)
+        local, source = Path(body.local_checkpoint_dir), Path(body.source_dir)
+        base = self._services.config.engine.model_folder
+        target = body.target_version
+        pulling = anyio.to_thread.run_sync(
+            pull_weights, local, base, source, target, limiter=self._unpacking
+        )
+        return await _outcome(pulling, lambda _: f"version {target} is in {local}")
 
     async def from_tensor(self, call: Call) -> Response:
         """Tensors in the body. They go on in a file, which takes executors on this machine."""

@@ -105,6 +105,7 @@ def make_parts(
     from .adapters import Adapters
     from .constraints import Constraints
     from .embeddings import Embeddings
+    from .forks import Forks
     from .images import Images
     from .sessions import Sessions
     from .speculation import Predictions
@@ -120,6 +121,7 @@ def make_parts(
         Constraints(config, tokenizer),
         Predictions(engine),
         Accounts(),
+        Forks(),
     ]
     if has_reference:
         from .scoring import Reference
@@ -129,6 +131,14 @@ def make_parts(
         from .recipes import Recipes
 
         parts.append(Recipes())
+    if config.bus.trees_max_bytes:
+        from .trees import Trees
+
+        parts.append(Trees())
+    else:
+        from .trees_off import NoTrees
+
+        parts.append(NoTrees())
     if engine.response_cache_bytes:
         from .responses import Responses
 

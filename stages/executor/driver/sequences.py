@@ -68,6 +68,7 @@ class SequenceTable:
         temperature, top_k, top_p, min_p, seed: Sampling parameters.
         repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of them.
         adjusted: Whether penalties, a bias or `min_tokens` change the logits.
+        limited: Whether top_k, top_p or min_p restricts the choice.
         plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
         num_logprobs: Top tokens to report beside each sampled one.
         prompt_logprobs: Likewise for the prompt; -1 if its logprobs are not requested, or were
@@ -109,6 +110,7 @@ class SequenceTable:
         self.frequency_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
         self.min_tokens: IntArray = np.zeros(rows, np.int64)
         self.adjusted: BoolArray = np.zeros(rows, np.bool_)
+        self.limited: BoolArray = np.zeros(rows, np.bool_)
         self.plain: BoolArray = np.zeros(rows, np.bool_)
         self.num_logprobs: IntArray = np.zeros(rows, np.int64)
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
@@ -199,7 +201,8 @@ class SequenceTable:
         self.constrained[row] = sampling.constraint is not None
         self.incomplete[row] = False
         self.num_logprobs[row] = sampling.logprobs
-        limited = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        limited = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+        self.limited[row] = limited
         changed = self.adjusted[row] or self.constrained[row]
         self.plain[row] = not (changed or limited or sampling.logprobs)
         # The first sample reports the prompt for all, before it samples.

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from ....bus.control import ReplicaCapacity, UpdateWeights
 from ....bus.parts.weights import WeightsPlan
-from ....bus.weights import FolderWeights
-from ....config import WeightsError
+from ....bus.weights import FolderWeights, PastWeights
+from ....config import WeightsError, shown
 from ..driver.step import LaunchedStep
-from ..runner.shards import NewWeight
-from ..runner.weights.checks import limits_of
+from ..runner.shards import NewWeight, product
+from ..runner.weights.checks import DELTA_HEAD, check_stored, limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
 
 if TYPE_CHECKING:
+    from ..runner.weights.log import PreparedVersion
+    from ..runner.weights.logged import LoggedWeights
     from ..runner.weights.parts import PartsTaker
     from ..runner.weights.transports.group import WeightGroups
 
@@ -40,12 +42,18 @@ class Fetched(NamedTuple):
         origin: Where the tensors can be read again.
         covers: Whether they replace every parameter.
         converted: True, but for a part of an update.
+        base: The version of which they are a delta; None if they are none.
+        prepared: Their version in the log of weights; None without a log.
+        amount: Bytes that were fetched, and elements: of a delta those that change.
     """
 
     tensors: Mapping[str, NewWeight]
     origin: WeightsOrigin | None
     covers: bool
     converted: bool = True
+    base: int | None = None
+    prepared: PreparedVersion | None = None
+    amount: tuple[int, int] = (0, 0)
 
 
 class WeightChanges(Part):
@@ -53,6 +61,7 @@ class WeightChanges(Part):
 
     Attributes:
         manager: Stages and writes them.
+        log: The log of weights; None without one.
     """
 
     reads = WeightsPlan
@@ -62,12 +71,20 @@ class WeightChanges(Part):
         super().__init__(state)
         model, config = state.model, state.config
         limits = limits_of(model.whole, config.max_weight_tensors, config.max_weight_bytes)
-        write = None
+        write = read = None
         if state.ranks and model.shards:
-            from ..runner.rank_weights import write_to_ranks
+            from ..runner.rank_weights import read_from_ranks, write_to_ranks
 
             write = partial(write_to_ranks, state.ranks, model.shards)
-        self.manager = WeightSyncManager(model.module, limits, shards=model.shards, write=write)
+            read = partial(read_from_ranks, state.ranks, model.shards)
+        self.manager = WeightSyncManager(
+            model.module, limits, shards=model.shards, write=write, read=read
+        )
+        self.log: LoggedWeights | None = None
+        if config.weight_log:
+            from ..runner.weights.logged import LoggedWeights
+
+            self.log = LoggedWeights(self.manager, config)
 
     @cached_property
     def groups(self) -> WeightGroups:
@@ -86,18 +103,38 @@ class WeightChanges(Part):
             self.groups.close()
 
     def fetch(self, update: UpdateWeights) -> Fetched:
-        """Return the weights of an update's source, checked to be finite.
+        """Return the weights of an update's source, checked to be finite, and written to the log.
 
         Blocks until they have come. May run on another thread, beside the forward pass.
 
         Raises:
             WeightsError: They can't be fetched or read, or don't fit; nothing has changed.
         """
+        return self.logged(self._fetch(update)) if not update.part_of else self._fetch(update)
+
+    def logged(self, fetched: Fetched) -> Fetched:
+        """Write the weights of an update to the log, if there is one. May run on another thread.
+
+        Raises:
+            WeightsError: They can't be written, or not be logged.
+        """
+        if self.log is None:
+            return fetched
+        return fetched._replace(prepared=self.log.prepare(fetched.tensors))
+
+    def commit(self, fetched: Fetched, version: int) -> None:
+        """Give the weights of an update their version in the log. Raises WeightsError."""
+        if self.log is not None and fetched.prepared is not None:
+            self.log.commit(fetched.prepared, version)
+
+    def _fetch(self, update: UpdateWeights) -> Fetched:
         from ..runner.weights.conversion import PartsMissing
         from ..runner.weights.transports import fetch, fetch_each
         from ..runner.weights.transports.folder import stamp_of
 
         source, weights = update.source, self.manager
+        if isinstance(source, PastWeights):
+            return self._past(source)
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
         origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
@@ -105,22 +142,56 @@ class WeightChanges(Part):
         tensors: Mapping[str, NewWeight]
         if weights.converts:
             takers: list[PartsTaker] = []
+            delta: dict[str, NewWeight] = {}
 
             def begin(names: Sequence[str]) -> Callable[[str, Tensor], None]:
+                if DELTA_HEAD in names:
+                    return delta.__setitem__
                 takers.append(weights.taker(names, checkpoint=bool(folder)))
                 return takers[0].take
 
             fetch_each(*arguments, begin)
-            tensors = takers[0].parts()
+            tensors = delta or takers[0].parts()
         else:
             tensors = fetch(*arguments)
+        if origin is not None and stamp_of(folder, weights.limits) != origin.stamp:
+            raise WeightsError(
+                f"the files of {shown(folder)} changed while they were read; send them again"
+            )
+        if DELTA_HEAD in tensors:
+            return self._delta(tensors)
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:
             if not update.part_of:
                 raise
-            return Fetched(tensors, origin, covers=False, converted=False)
-        return Fetched(prepared, origin, weights.covers(prepared))
+            return Fetched(
+                tensors, origin, covers=False, converted=False, amount=amount_of(tensors)
+            )
+        covers = weights.covers(prepared)
+        return Fetched(prepared, origin, covers, amount=amount_of(prepared))
+
+    def _past(self, source: PastWeights) -> Fetched:
+        """Return weights of the log. Raises WeightsError as `fetch`."""
+        if self.log is None:
+            raise WeightsError(
+                "there is no log of weights to roll back with; set engine.weight_log",
+                code="weights_unlogged",
+            )
+        prepared = self.manager.prepare(self.log.weights(source.version, source.run))
+        return Fetched(prepared, None, self.manager.covers(prepared))
+
+    def _delta(self, payload: Mapping[str, NewWeight]) -> Fetched:
+        """Return the weights of a delta. Raises WeightsError as `fetch`."""
+        from ..runner.weights.received_delta import ReceivedDelta
+
+        weights = self.manager
+        check_stored(payload)
+        received = ReceivedDelta(payload, weights)  # type: ignore[arg-type]
+        prepared = weights.prepare(received.new_weights())
+        delta = received.delta
+        amount = delta.num_bytes, delta.elements
+        return Fetched(prepared, None, False, base=delta.head.base_version, amount=amount)
 
     def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no
@@ -142,3 +213,9 @@ class WeightChanges(Part):
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
         return replace(found, weight_version=self.manager.version)
+
+
+def amount_of(tensors: Mapping[str, NewWeight]) -> tuple[int, int]:
+    """Return the bytes and elements of whole tensors, as they came."""
+    sizes = [(each.nbytes, product(each.shape)) for each in tensors.values()]
+    return sum(size for size, _ in sizes), sum(number for _, number in sizes)

@@ -96,11 +96,14 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
     from .accounts import TimeAccounts
     from .adapters import AdapterVersions
     from .embeddings import Embeddings
+    from .forks import Forks
+    from .per_token import PerToken
     from .prompt_logprobs import PromptLogprobs
     from .sessions import Sessions
 
     engine = config.engine
-    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), Embeddings(), Sessions()]
+    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), PerToken(), Embeddings()]
+    parts += [Sessions(), Forks()]
     if config.pipeline.replicas > 1:
         from .handover import StepsAhead
 
@@ -117,6 +120,10 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
         from .responses import Responses
 
         parts.append(Responses())
+    if config.bus.trees_max_bytes:
+        from .trees import Trees
+
+        parts.append(Trees())
     if config.admission.recipes:
         from .recipes import Recipes
 

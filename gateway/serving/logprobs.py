@@ -90,7 +90,8 @@ def token_entries(tokens: Sequence[TokenRecord], names: TokenNames | None) -> li
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         if names is None:
-            return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
+            named = {"token": f"token_id:{token_id}", "token_id": token_id}
+            return named | {"logprob": logprob, "bytes": None}
         bytes_ = list(names.bytes(token_id))
         return {"token": names.name(token_id), "logprob": logprob, "bytes": bytes_}
 

@@ -107,7 +107,11 @@ async def as_submitted(
     if as_tokens and request.prompt is not None:
         if request.images:
             token_ids = await services.images.expand(
-                services.tokenizer, request.prompt, request.images, request.tenant
+                services.tokenizer,
+                request.prompt,
+                request.images,
+                request.tenant,
+                add_special=request.add_special_tokens,
             )
         else:
             token_ids = await services.tokenizer.token_ids(

@@ -10,6 +10,7 @@ from ....bus.public import FinishReason, Fork, KVSession, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING
+from .token_images import ContentPart, Features
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -271,13 +272,17 @@ class GenerateBody(StreamedBody, frozen=True, kw_only=True):
 
     REFUSED: ClassVar = {
         "ec_transfer_params": _NOT_HANDED_OVER,
-        "features": RefusedField("there are no images or sounds"),
         "kv_transfer_params": _NOT_HANDED_OVER,
+        "output_mode": RefusedField("answers are tokens", (*EMPTY, "tokens")),
     }
 
+    return_weight_versions: bool = True
     token_ids: list[Int64] | None = None
     fork: Fork | None = None
     sampling_params: dict[str, Any] = {}
+    features: Features | None = None
+    content_parts: list[ContentPart] = []
+    return_token_ids: bool = False
     request_id: str = ""
 
 

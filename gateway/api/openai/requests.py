@@ -15,9 +15,11 @@ from ...server.http import FieldError, field_error
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
 from ...serving.fields import Body, engine_priority, ignore, read_part
+from ...serving.images import ImageSource
 from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
+from .token_images import images_of
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -54,6 +56,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         truncation: As of `serving.prepared.truncated`; None for prompts that are taken whole.
         truncation_side: Likewise.
         fork: The place in another request at which its one request begins; None for prompts.
+        places: Offset and length of the tokens of each image, in an answer that shows a prompt of
+            tokens; None in any other.
     """
 
     kind: Kind
@@ -77,6 +81,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     truncation: int | None = None
     truncation_side: Literal["left", "right"] = "left"
     fork: Fork | None = None
+    places: tuple[tuple[int, int], ...] | None = None
 
     @property
     def chat(self) -> bool:
@@ -274,8 +279,10 @@ def _last_text(fields: ChatBody) -> str:
     return content if isinstance(content, str) else ""
 
 
-def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCall, Prompt]:
-    """Read a body of `/inference/v1/generate`: the call, and its prompt.
+def read_generate(
+    body: Body, config: Config, max_model_len: int
+) -> tuple[ChoicesCall, tuple[int, ...], list[ImageSource]]:
+    """Read a body of `/inference/v1/generate`: the call, its prompt, and the images of that.
 
     Args:
         max_model_len: As for `read_chat`.
@@ -299,11 +306,12 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
         token_ids=True,
         named=_named(fields.request_id),
         fork=fields.fork,
+        places=() if fields.return_token_ids else None,
     )
     if call.fork is not None:
         _check_fork(call, "token_ids", fields.token_ids)
     _check_number(call.n, 1, config.gateway.max_prompts, "sampling_params.n")
-    return call, tuple(fields.token_ids or ())
+    return call, tuple(fields.token_ids or ()), images_of(fields.content_parts, fields.features)
 
 
 def _check_fork(call: ChoicesCall, field: str, prompt: object) -> None:

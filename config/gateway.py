@@ -60,6 +60,9 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
         model_aliases: Names of models, and the names under which they are served. One `*` in a
             name stands for any text: `{"claude-*": "tiny"}`. A model's own name counts first, then
             the alias without `*`, then that with most other characters.
+        chat_template_in_requests: Whether a call may bring its own chat template
+            (`chat_template`). A template is a program: it runs in a process of its own, within
+            Jinja's sandbox and `template_timeout_s`.
         template_timeout_s: CPU time limit of the chat template for one conversation.
         allowed_hosts: Host names of the gateway, without a port, besides addresses, "localhost",
             `host` and the machine's name.
@@ -118,6 +121,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     billing_lines: Literal["drop", "keep"] = "drop"
     model_aliases: dict[str, str] = {}  # noqa: RUF012
+    chat_template_in_requests: bool = False
     template_timeout_s: Seconds = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

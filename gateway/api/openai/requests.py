@@ -12,6 +12,7 @@ from ....bus.public import GenerateRequest, ImageInput
 from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
 from ...server.http import FieldError, field_error
+from ...serving.chat_templates import check_template
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
 from ...serving.fields import Body, engine_priority, ignore, read_part
@@ -51,6 +52,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         before: The text before that of each of a chat's choices: with echo the last message.
         truncation: As of `serving.prepared.truncated`; None for prompts that are taken whole.
         truncation_side: Likewise.
+        template: The call's own chat template, by which its messages are read.
     """
 
     kind: Kind
@@ -73,6 +75,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     before: str = ""
     truncation: int | None = None
     truncation_side: Literal["left", "right"] = "left"
+    template: str | None = None
 
     @property
     def chat(self) -> bool:
@@ -250,6 +253,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
         reasoning_field=config.gateway.reasoning_field,
         include_reasoning=fields.shows_reasoning,
         before=_last_text(fields) if fields.echo else "",
+        template=check_template(fields.chat_template, config),
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
     return call, fields

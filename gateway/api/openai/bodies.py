@@ -50,9 +50,6 @@ _REFUSED_BY_BOTH = TEXT_REFUSED | {
 }
 VERBOSITY = "chat templates read none; ask for it in a message"
 MODERATION = RefusedField("nothing is judged")
-_CHAT_TEMPLATE = RefusedField(
-    "the model's own is used; send the rendered text or tokens to `/v1/completions`"
-)
 _OLD_FORM = "answers would have to be of the old form; give"
 _NOT_HANDED_OVER = RefusedField("nothing is handed to other servers")
 
@@ -221,7 +218,6 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     REFUSED: ClassVar = _REFUSED_BY_BOTH | {
         "add_special_tokens": RefusedField("the chat template writes them"),
         "audio": RefusedField("text alone is made"),
-        "chat_template": _CHAT_TEMPLATE,
         "function_call": RefusedField(f"{_OLD_FORM} `tool_choice`", (*EMPTY, "none", "auto")),
         "functions": RefusedField(f"{_OLD_FORM} `tools`"),
         "modalities": RefusedField("text alone is made", (*EMPTY, ["text"])),
@@ -236,6 +232,7 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    chat_template: str = ""
     documents: list[dict[str, Any]] = []
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
@@ -363,14 +360,13 @@ class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`/tokenize`."""
 
-    REFUSED: ClassVar = {"chat_template": _CHAT_TEMPLATE}
-
     model: str = ""
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    chat_template: str = ""
     tools: list[dict[str, Any]] = []
     reasoning_effort: Effort | None = None
     add_special_tokens: bool = True

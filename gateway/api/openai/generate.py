@@ -235,7 +235,9 @@ class GenerationCalls:
         """
         services, wanted = self._services, record.call
         tokenizer = await services.tokenizer.required() if wanted.needs_tokenizer else None
-        form = await services.tokenizer.message_format() if wanted.reading is not None else None
+        form = None
+        if wanted.reading is not None:
+            form = await services.templates.form(wanted.template, record.tenant)
         return ChoicesWriter(
             wanted, record.prompts, record.texts, tokenizer, form, services.submissions.measures
         )

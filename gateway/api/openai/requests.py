@@ -12,6 +12,7 @@ from ....bus.public import Fork, GenerateRequest, ImageInput
 from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
 from ...server.http import FieldError, field_error
+from ...serving.chat_templates import check_template
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
 from ...serving.fields import Body, engine_priority, ignore, read_part
@@ -58,6 +59,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         fork: The place in another request at which its one request begins; None for prompts.
         places: Offset and length of the tokens of each image, in an answer that shows a prompt of
             tokens; None in any other.
+        template: The call's own chat template, by which its messages are read.
     """
 
     kind: Kind
@@ -82,6 +84,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     truncation_side: Literal["left", "right"] = "left"
     fork: Fork | None = None
     places: tuple[tuple[int, int], ...] | None = None
+    template: str | None = None
 
     @property
     def chat(self) -> bool:
@@ -265,6 +268,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
         reasoning_field=config.gateway.reasoning_field,
         include_reasoning=fields.shows_reasoning,
         before=_last_text(fields) if fields.echo else "",
+        template=check_template(fields.chat_template, config),
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
     return call, fields

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from .bus.public import Completion as Completion
     from .bus.public import CompletionChunk as CompletionChunk
     from .bus.public import EmbedParams as EmbedParams
+    from .bus.public import Fork as Fork
     from .bus.public import GenerateRequest as GenerateRequest
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
     from .bus.public import Session as Session
+    from .bus.weights import ArcWeights as ArcWeights
     from .bus.weights import FolderWeights as FolderWeights
+    from .bus.weights import PastWeights as PastWeights
     from .config import Config as Config
     from .config import Constraint as Constraint
     from .config import EngineConfig as EngineConfig
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from .stages.executor import model_forward as model_forward
     from .stages.executor import sample_with_logprobs as sample_with_logprobs
     from .stages.executor.runner.weights.delta import WeightDelta as WeightDelta
+    from .stages.executor.runner.weights.log import WeightLog as WeightLog
     from .stages.executor.runner.weights.transports import SharedWeights as SharedWeights
     from .stages.executor.runner.weights.transports import WeightsGroup as WeightsGroup
 
@@ -60,10 +64,10 @@ __version__ = "0.1.0"
 
 _NAMES = {
     ".bus.public": """
-        ChatMessage Completion CompletionChunk EmbedParams GenerateRequest KVSession KVSessionResult
-        Session
+        ChatMessage Completion CompletionChunk EmbedParams Fork GenerateRequest KVSession
+        KVSessionResult Session
     """,
-    ".bus.weights": "FolderWeights",
+    ".bus.weights": "ArcWeights FolderWeights PastWeights",
     ".config": """
         Config Constraint EngineConfig NanoInferenceError RequestError SamplingParams
         SchedulerConfig WeightsError load_config
@@ -86,6 +90,7 @@ _NAMES = {
     ".stages.batching.radix": "RadixKVCache",
     ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
     ".stages.executor.runner.weights.delta": "WeightDelta",
+    ".stages.executor.runner.weights.log": "WeightLog",
     ".stages.executor.runner.weights.transports": "SharedWeights WeightsGroup",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

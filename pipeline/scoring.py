@@ -17,12 +17,15 @@ from ..bus.public import (
     Completion,
     EmbedParams,
     ErrorInfo,
+    Fork,
     GenerateRequest,
     Output,
 )
+from ..bus.targets import Logprobs, target_array
 from ..config import RequestError, SamplingParams
 from .engine_requests import (
     check_prompts,
+    params_of_targets,
     params_to_score,
     prompt_fields,
     prompt_of,
@@ -207,6 +210,28 @@ class Submitter(ABC):
         """Return a request's terminal message, computed once; as `submit_once`."""
         return await _end_of(self.submit_once(request))
 
+    async def fork(
+        self,
+        request_id: str,
+        at: int,
+        *,
+        sample_index: int = 0,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> Completion:
+        """Go on after a token of another request; return the terminal message. docs/forks.md.
+
+        Its prompt is the other request's and the first tokens of its sample, whose KV it shares.
+        For its chunks, `submit` a request with the field `fork`.
+
+        Args:
+            request_id: The other request, running or ended, of the same tenant and model.
+            at: Number of leading tokens of its sample; a fork of a running one waits for them.
+            sample_index: The sample.
+            like: A request with all else: sampling, n, tenant, and so on.
+        """
+        fork = Fork(request_id=request_id, at=at, sample_index=sample_index)
+        return await self.complete(msgspec.structs.replace(like, fork=fork))
+
     async def score(
         self,
         prompts: Sequence[Sequence[int]],
@@ -230,7 +255,7 @@ class Submitter(ABC):
                 and completions differ, or a completion is empty.
         """
         prompts, completions = token_ids_to_score(prompts, completions)
-        params = params_to_score(sampling_params, len(prompts))
+        params = params_to_score(sampling_params, prompts)
         requests = [
             _alone(like, (*prompt, *completion), sampling)
             for prompt, completion, sampling in zip(prompts, completions, params, strict=True)
@@ -239,6 +264,34 @@ class Submitter(ABC):
         return [
             scored_completion(answer, len(completion))
             for answer, completion in zip(answers, completions, strict=True)
+        ]
+
+    async def score_targets(
+        self,
+        prompts: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[Sequence[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[Logprobs]:
+        """Return the logprobs of given token ids at the last positions of prompts.
+
+        Each prompt is a request of its own. Arguments and numbers are those of
+        `InferenceEngine.score_targets`; `like` as for `score`.
+
+        Raises:
+            RequestError: A request failed, and the others are cancelled; or an argument is refused.
+        """
+        prompts = check_prompts(prompts)
+        params = params_of_targets(sampling_params, prompts, targets)
+        requests = [
+            _alone(like, prompt_of(prompt), own)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        answers = await complete_all(self.complete, requests)
+        return [
+            target_array(own.prompt_logprob_token_ids or (), each.prompt_token_id_logprobs or b"")
+            for own, each in zip(params, answers, strict=True)
         ]
 
     async def embed(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..config import BusConfig
 from .board import StageBoard
 from .calls import CallStore
+from .forks import ForkStore
 from .images import ImageStore, MemoryImages
 from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
 from .limits import LimitStore
@@ -33,6 +34,7 @@ class Store:
         models: The models of the deployment.
         service: The service that each lane has given to its tenants.
         images: Decoded images of requests.
+        forks: Prompts of forks in flight.
         trees: Token trees of sessions.
     """
 
@@ -45,6 +47,7 @@ class Store:
     models: ModelRegistry
     service: ServiceRecord
     images: ImageStore
+    forks: ForkStore
     trees: TreeStore
 
 
@@ -66,6 +69,7 @@ def store_on(
         ModelRegistry(keys, records),
         ServiceRecord(keys, records),
         images,
+        ForkStore(keys, records),
         TreeStore(config, keys, records),
     )
 

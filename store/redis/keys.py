@@ -13,6 +13,7 @@
                            `incarnation`, `sequence`, and `batch` (KVEventBatch as msgpack)
 {prefix}:dead              stream of dead letters: `json` (a DeadLetter)
 {prefix}:own:{request_id}  the entry that owns this request id, while it is in use
+{prefix}:fork:{entry}      the prompt of a fork in flight, and where it began (internal)
 {prefix}:epoch             counter
 {prefix}:openings:{lane}   hash, by role the number of the process that opened it last (internal)
 {prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
@@ -147,6 +148,10 @@ class Keys:
     def own(self, key: str) -> bytes:
         """Return the key that holds the owner of a request id."""
         return self._key(f"own:{key}")
+
+    def fork(self, entry: str) -> bytes:
+        """Return the key that holds the prompt of a fork, by the key of its entry."""
+        return self._key(f"fork:{entry}")
 
     def told(self, key: str, entry_id: str) -> bytes:
         """Return the mark of an entry whose terminal message is in the results stream.

@@ -105,9 +105,11 @@ def make_parts(
     from .adapters import Adapters
     from .constraints import Constraints
     from .embeddings import Embeddings
+    from .forks import Forks
     from .images import Images
     from .sessions import Sessions
     from .speculation import Predictions
+    from .version_lag import VersionLags
 
     engine = config.engine
     has_reference = bool(engine.reference_model_path)
@@ -120,6 +122,8 @@ def make_parts(
         Constraints(config, tokenizer),
         Predictions(engine),
         Accounts(),
+        Forks(),
+        VersionLags(),
     ]
     if has_reference:
         from .scoring import Reference

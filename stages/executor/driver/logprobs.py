@@ -90,8 +90,8 @@ def scale_logits(
 def broken_output(what: str = "logits") -> ModelError:
     """Return the error for output that is not finite, such as a row's largest logit."""
     return ModelError(
-        f"the model's {what} are not finite; its weights are damaged, or its dtype can't hold "
-        "them (float16 overflows where bfloat16 does not)"
+        f"the model's {what} are not finite; its weights or its KV cache are damaged, or its dtype "
+        "can't hold them (float16 overflows where bfloat16 does not)"
     )
 
 

@@ -176,6 +176,10 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             folder. 0 is ten times the model's tensors, each expert counted, plus 10,000.
         max_weight_bytes: Limit on their bytes together. 0 is the model's size in float64, plus 1
             GiB.
+        durable_weights: A folder in which executors store weight updates, for an executor that is
+            killed: its successor has the version in place, and completes a decided update. Each
+            machine has its own, with room for two updates of each executor; "" stores none
+            (docs/weights.md).
         reference_model_path: A second model, as `model_path`, that is never updated and computes
             `ref_logprobs` of every finished sample; "" for none. It takes memory for its weights
             and the KV of one sequence of `max_model_len`. "unquantized": the model's own weights
@@ -259,6 +263,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     deterministic: bool | Literal["auto"] = "auto"
     max_weight_tensors: NonNegativeInt = 0
     max_weight_bytes: NonNegativeInt = 0
+    durable_weights: str = ""
     reference_model_path: str = ""
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
     max_adapters: PositiveInt = 32

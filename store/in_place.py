@@ -8,7 +8,7 @@ import msgspec
 
 from .records import Records, readable
 
-_LARGEST = (1 << 63) - 1
+LARGEST = (1 << 63) - 1
 """The largest integer that every message can carry."""
 
 T = TypeVar("T")
@@ -23,19 +23,22 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             itself may be new.
         folder: The folder that holds all of them; "" if the weights can't be read again.
         stamp: Identity of the files; see `stamp_of` of the executor's weights.
+        updates: The updates that each executor has stored, in order, after which the weights of
+            `engine.model_path` are these; () if they can't be made of stored ones.
     """
 
-    version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+    version: Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
     leader: str
     folder: str = ""
     stamp: str = ""
+    updates: tuple[str, ...] = ()
 
 
 class AdapterInPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     """One adapter; the fields are as in WeightsInPlace."""
 
     id: str
-    version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+    version: Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
     folder: str = ""
     stamp: str = ""
 

@@ -41,6 +41,7 @@ class Combine(ChangeJob, frozen=True):
     update: UpdateWeights
     tensors: Mapping[str, NewWeight]
     origin: WeightsOrigin | None
+    stored: str = ""
 
 
 class Check(ChangeJob, frozen=True):
@@ -62,6 +63,12 @@ class Stage(ChangeJob, frozen=True):
     version: int | None
 
 
+class ReadStored(ChangeJob, frozen=True):
+    """Read the stored parts of an update, whose source names them; results in `Fetched`."""
+
+    update: UpdateWeights
+
+
 class StageAdapter(ChangeJob, frozen=True):
     """Read an adapter, and stage it unless it is only checked; results in its version."""
 
@@ -80,6 +87,10 @@ class MoveExperts(ChangeJob, frozen=True):
     owners: tuple[int, ...]
 
 
+class Checksum(ChangeJob, frozen=True):
+    """Compute the checksum of each parameter in place; results in them, by name."""
+
+
 class BeginRelease(ChangeJob, frozen=True):
     """Mark memory for the plan that releases it; results in whether there is any."""
 
@@ -92,11 +103,23 @@ class ResumeTags(ChangeJob, frozen=True):
     tags: tuple[str, ...]
 
 
-Result = Fetched | int | bool | WeightsError | None
+Result = Fetched | dict[str, str] | int | bool | WeightsError | None
 """The result of a job. A `WeightsError`: the job failed and changed nothing in place."""
 
 
 # --- immediate effects ------------------------------------------------------------------------
+
+
+class ReadDecision(Effect, frozen=True):
+    """Read what was decided about a prepared update: `ChangesCore.decided`."""
+
+    update: str
+
+
+class ForgetStored(Effect, frozen=True):
+    """Remove all stored updates but these."""
+
+    kept: tuple[str, ...]
 
 
 class Answer(Effect, frozen=True):
@@ -108,6 +131,7 @@ class Answer(Effect, frozen=True):
         version: Of the weights in place, or of the adapter.
         newest_version: The lane's largest version so far, if larger.
         error: Why the operation was refused or failed.
+        checksums: Of the weights, if the operation asks for them.
     """
 
     operation: Operation
@@ -115,6 +139,7 @@ class Answer(Effect, frozen=True):
     version: int
     newest_version: int = 0
     error: WeightsError | None = None
+    checksums: dict[str, str] | None = None
 
 
 class SendBatching(Effect, frozen=True):

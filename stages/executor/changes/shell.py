@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ....bus.control import (
     AdaptersChanged,
@@ -21,7 +25,7 @@ from ....bus.envelope import Message
 from ....bus.links import CONTROL
 from ....bus.parts.weights import WeightsPlan
 from ....bus.steps import StepPlan
-from ....bus.weights import FolderWeights
+from ....bus.weights import FolderWeights, StagedWeights
 from ....config import AdapterError, BusError, WeightsError, shown
 from ....store.in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
 from ....store.loaded_adapter import LoadedAdapter
@@ -39,7 +43,11 @@ from ..runner.weights.transports.background import Background, stay_single
 from ..runner.weights.transports.folder import stamp_of
 from . import effects as do
 from .arguments import Operation, check_path
-from .core import AdapterOperation, ChangesCore, supersedes
+from .core import AdapterOperation, ChangesCore
+from .succession import supersedes
+
+if TYPE_CHECKING:
+    from ..runner.weights.stored import StoredUpdates
 
 _CONFIRM_S = 2.0
 """Seconds after which admission is asked again to confirm a change."""
@@ -70,7 +78,9 @@ class StagedChanges:
         self._weights = self.executor.part(WeightChanges)
         self._memory = self.executor.part(MemoryRelease)
         self._adapters = self.executor.part(AdapterChanges)
-        self.core = ChangesCore(self._weights.manager.limits)
+        self._weights.stored = self._stored()
+        stores = self._weights.stored is not None
+        self.core = ChangesCore(self._weights.manager.limits, stores=stores)
         self.restoring = ""
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
         # don't wait behind weights that don't come.
@@ -102,6 +112,7 @@ class StagedChanges:
         await self._perform(self.core.succession.begin_epoch(leader))
         if leader == self._leader:
             return
+        await self._complete_decided()
         first, self._leader = not self._leader, leader
         if first:
             record = await self._read_record(self.actor.bus.store.adapters, "adapters")
@@ -201,6 +212,11 @@ class StagedChanges:
                 case do.ReadRecord():
                     record = await self._read_record(self.actor.bus.store.weights, "weights")
                     await self._perform(self.core.succession.read(record))
+                case do.ReadDecision(update):
+                    self.start_soon(self._read_decision, update)
+                case do.ForgetStored(kept):
+                    if self._weights.stored is not None:
+                        self._weights_thread.submit(self._weights.stored.forget, kept)
                 case do.Restore(weights):
                     await self._perform(await self._restore(weights))
                 case do.ChangeJob():
@@ -251,10 +267,57 @@ class StagedChanges:
             self.actor.metrics.record(instruments.ADAPTER_CHANGES, 1, labels)
         elif replaces_weights(operation) or (error and isinstance(operation, UpdateWeights)):
             self.actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
-        await self.actor.answer(answer.operation_id, answer.version, error, answer.newest_version)
+        await self.actor.answer(
+            answer.operation_id,
+            answer.version,
+            error,
+            answer.newest_version,
+            checksums=answer.checksums,
+        )
 
     async def _send_batching(self, message: Message) -> None:
         await self.actor.send(self.actor.own(CONTROL["batching"]), message)
+
+    def _stored(self) -> StoredUpdates | None:
+        """Return the updates that this executor stores; None without a folder for them."""
+        config = self.actor.config
+        if not config.engine.durable_weights:
+            return None
+        from ..runner.weights.stored import StoredUpdates
+
+        own = f"{self.actor.bus.model or 'model'}-{config.bus.lane}-{self.actor.role}"
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", own)
+        return StoredUpdates(Path(config.engine.durable_weights) / name)
+
+    async def _read_decision(self, update: str) -> None:
+        """Read what was decided about a prepared update; an undecided one is decided against."""
+        record, version = self.actor.bus.store.weight_update, 0
+        try:
+            stored = await record.read()
+            if stored.state.update == update:
+                version = stored.state.committed
+                why = "the gateway did not finish the update in time"
+                dropped = replace(stored.state, session=False, parts=0, last_failure=why)
+                if not version and await record.replace(stored, dropped) is None:
+                    raise BusError("it changes at the moment")
+        except BusError as error:
+            self.actor.log.warning("decision_unknown", update=update, reason=str(error))
+            await self._perform(self.core.decided(update, None, now_ns()))
+            return
+        await self._perform(self.core.decided(update, version, now_ns()))
+
+    async def _complete_decided(self) -> None:
+        """Put an update in place that was decided while this executor was not there."""
+        if self._weights.stored is None:
+            return
+        try:
+            state = (await self.actor.bus.store.weight_update.read()).state
+        except BusError as error:
+            self.actor.log.warning("decision_unknown", update="", reason=str(error))
+            return
+        if state.committed > self.core.version and self._weights.stored.parts(state.update):
+            finish = FinishUpdate(state.update, state.committed)
+            await self._perform(self.core.begin(finish, "", now_ns()))
 
     # --- the lane's records -------------------------------------------------------------------
 
@@ -281,7 +344,8 @@ class StagedChanges:
             async with asyncio.timeout(_RESTORE_S):
                 with _as_refusal():
                     tensors = await self._in_background(_read_again, weights, self._weights)
-            await self.on_torch(self._weights.manager.sync_blocking, tensors, weights.version)
+            put = partial(self._weights.manager.sync_blocking, partial=bool(weights.updates))
+            await self.on_torch(put, tensors, weights.version)
         except (WeightsError, TimeoutError) as error:
             why = error.message if isinstance(error, WeightsError) else "reading took too long"
             return self.core.succession.fall_behind(weights.version, why)
@@ -350,9 +414,14 @@ class StagedChanges:
                 fetched: do.Fetched = await self._in_background(self._weights.fetch, update)
                 self.actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
                 return fetched
-            case do.Combine(_, _, tensors, origin):
+            case do.Combine(_, _, tensors, origin, stored):
                 prepared = await self._in_background(weights.prepare, tensors)
-                return do.Fetched(prepared, origin, weights.covers(prepared))
+                return do.Fetched(prepared, origin, weights.covers(prepared), stored=stored)
+            case do.ReadStored(_, update):
+                assert isinstance(update.source, StagedWeights)
+                about = update.source.update, update.source.parts
+                read: do.Fetched = await self._in_background(self._weights.read_stored, *about)
+                return read
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):
@@ -368,6 +437,9 @@ class StagedChanges:
                 return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
+            case do.Checksum():
+                checksums: dict[str, str] = await self.on_torch(weights.checksums)
+                return checksums
             case do.MoveExperts(_, owners):
                 await self.on_torch(move_experts, self.executor.find(Experts), owners)
             case do.BeginRelease(_, tags):
@@ -423,18 +495,23 @@ def replaces_weights(operation: Operation) -> bool:
 
 
 def _read_again(record: WeightsInPlace, part: WeightChanges) -> Mapping[str, NewWeight]:
-    """Return the weights that an earlier executor read from a folder.
+    """Return the weights that an earlier executor stored, or read from a folder.
 
     Raises:
         WeightsError: They are gone.
     """
+    if record.updates and part.stored is not None:
+        tensors: dict[str, NewWeight] = {}
+        for update in record.updates:
+            tensors |= part.read_stored(update).tensors
+        return tensors
     if not record.folder:
         raise WeightsError("they were not read from one folder")
     check_path(record.folder)
     changed, limits = f"the files of {record.folder} have changed", part.manager.limits
     if stamp_of(record.folder, limits) != record.stamp:
         raise WeightsError(changed)
-    fetched = part.fetch(UpdateWeights(FolderWeights(record.folder)))
+    fetched = part.read(UpdateWeights(FolderWeights(record.folder)))
     if stamp_of(record.folder, limits) != record.stamp:
         raise WeightsError(changed)
     return fetched.tensors

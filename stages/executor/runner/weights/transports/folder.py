@@ -40,6 +40,9 @@ _DTYPES = {
 }
 """The dtypes of safetensors."""
 
+STORED_DTYPES = {name: stored for stored, name in _DTYPES.items()}
+"""Their names in a file."""
+
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the format
 
 _SHOWN_PATH = 400

@@ -27,7 +27,16 @@ from ......config import WeightsError, shown
 from ...shards import NewWeight
 from ..checks import UNLIMITED, WeightLimits, check_stored
 from .background import Background
-from .layout import as_bytes, as_tensor, buckets, distinct, meta_of, sizes_of
+from .layout import (
+    as_bytes,
+    as_tensor,
+    buckets,
+    distinct,
+    dtype_of,
+    meta_of,
+    packed_buckets,
+    sizes_of,
+)
 
 BACKENDS = ("gloo", "nccl")
 
@@ -137,6 +146,8 @@ class WeightGroups:
         self._members: dict[str, Member] = {}
         # Threads that join, cancelled joins included.
         self._joins = 0
+        # Also takes each tensor that comes.
+        self.tee: Callable[[str, Tensor], None] | None = None
 
     def join(self, wish: JoinWeightsGroup, device: torch.device) -> Future[None]:
         """Join a group on a thread of its own; one of the same name is left first.
@@ -266,8 +277,15 @@ class WeightGroups:
                 f"the executor is not in the group {shown(source.group)}; join it first, and "
                 "again after an update that failed"
             )
+        tee = self.tee
+
+        def take_both(name: str, tensor: Tensor) -> None:
+            if tee is not None:
+                tee(name, tensor)
+            take(name, tensor)
+
         try:
-            member.receive(source, time.monotonic() + timeout_s, limits, take)
+            member.receive(source, time.monotonic() + timeout_s, limits, take_both)
         except BaseException:
             member.skipped = True
             raise
@@ -350,7 +368,8 @@ class Member:
                 f"the trainer's next broadcast is number {shown(source.first)} of the group, and "
                 f"the executor's is {self.broadcasts}; join a new group"
             )
-        plan = buckets(source.tensors, sizes, source.bucket_bytes)
+        packed, most = source.packed, source.bucket_bytes
+        plan = packed_buckets(sizes, most) if packed else buckets(source.tensors, sizes, most)
         left = iter(plan)
 
         def buffers() -> Iterator[Tensor]:
@@ -360,8 +379,9 @@ class Member:
         def finished(buffer: Tensor) -> None:
             start = 0
             for index in next(left):
-                part = buffer[start : start + sizes[index]]
-                take(source.tensors[index].name, as_tensor(part, source.tensors[index]))
+                meta, part = source.tensors[index], buffer[start : start + sizes[index]]
+                aligned = start % dtype_of(meta).itemsize == 0
+                take(meta.name, as_tensor(part if aligned else part.clone(), meta))
                 start += sizes[index]
 
         self.broadcast(buffers(), deadline, finished)

@@ -141,10 +141,13 @@ class FinishUpdate(Internal, frozen=True):
     Attributes:
         prepared: The name given in `UpdateWeights.prepare_as`.
         version: The new version; None to drop them.
+        logged: Their place in the log of weights (`Outcome.logged`), for an executor that was
+            restarted since; "" without a log.
     """
 
     prepared: str
     version: int | None = None
+    logged: str = ""
 
 
 class WeightsReady(Internal, frozen=True):

@@ -97,7 +97,48 @@ class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
     key: str
 
 
-WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights
+class DeltaWeights(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
+    """The tensors of a `WeightDelta`, in the message itself.
+
+    The other sources carry a delta, too, if its tensors are theirs.
+    """
+
+    tensors: tuple[tuple[str, bytes], ...]
+
+
+ArcFormat = Literal["arc_v1", "arc_v2", "arc_v3"]
+"""Formats of `fireworks-delta-compression`."""
+
+
+class ArcWeights(msgspec.Struct, frozen=True, array_like=True, tag="arc"):
+    """A delta in a file of `fireworks-delta-compression`, readable by the executor's process.
+
+    Attributes:
+        path: The file.
+        base_version: The version of the weights that it changes, which the file doesn't name.
+        format: Its format.
+    """
+
+    path: str
+    base_version: int
+    format: ArcFormat = "arc_v3"
+
+
+class PastWeights(msgspec.Struct, frozen=True, array_like=True, tag="past"):
+    """An earlier version of the weights, from the log of weights (`engine.weight_log`).
+
+    Attributes:
+        version: The version.
+        run: Its run; "" for the executor's own.
+    """
+
+    version: int
+    run: str = ""
+
+
+WeightsSource = (
+    FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | DeltaWeights | PastWeights
+)
 
 
 class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
@@ -121,10 +162,11 @@ def source_of(
 ) -> Iterator[WeightsSource | StagedWeights]:
     """Yield the source of weights; a state dict is stored for the executors of this process.
 
-    Its tensors must not change until all executors are done.
+    Its tensors must not change until all executors are done. A `WeightDelta` has its own source.
     """
-    if not isinstance(weights, Mapping):
-        yield weights
+    source = getattr(weights, "source", weights)
+    if not isinstance(source, Mapping):
+        yield source
         return
     key = uuid.uuid4().hex
     _LAID_DOWN[key] = weights

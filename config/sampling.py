@@ -94,6 +94,10 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             None for as many as it takes, 0 for none. It changes no token and no logprob.
         response_cache: Whether the response may come from the response cache, and be kept there,
             where the engine has one. It changes no token and no logprob.
+        return_sampling_mask: Report each position's support, the tokens that could be sampled
+            there, as their ids.
+        forced_tokens: The first tokens of each sample, in place of sampled ones: computed and
+            reported as if they had been sampled. Sampling goes on after them.
     """
 
     # Between 0 and 1e-4, and above 1e4, scaled logits leave float32: logprobs would be NaN.
@@ -188,6 +192,21 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             anthropic=None,
         ),
     ] = True
+    return_sampling_mask: Annotated[
+        bool, Parameter("returns the ids of the tokens that could be sampled at each place")
+    ] = False
+    forced_tokens: Annotated[
+        tuple[Int64, ...],
+        Parameter(
+            "ours: the first tokens of each sample, reported as if they had been sampled "
+            "([sampling.md](sampling.md#forced-tokens))"
+        ),
+    ] = ()
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether top_k, top_p or min_p restricts the choice."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     def __post_init__(self) -> None:
         """Copy collections, so that a caller who changes its own does not change these.
@@ -198,6 +217,8 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             self._freeze("stop_token_ids", frozenset, list | tuple | set)
         if type(self.stop) is not tuple:
             self._freeze("stop", tuple, list | set | frozenset)
+        if type(self.forced_tokens) is not tuple:
+            self._freeze("forced_tokens", tuple, list)
         if type(self.logit_bias) is not FrozenDict:
             self._freeze("logit_bias", FrozenDict, dict)
 

@@ -305,8 +305,7 @@ class BusClient(Submitter):
             partial: Whether missing parameters stay as they are.
             timeout_s: Longest time to fetch them.
             lane: Only this lane; the tokens of other lanes carry their own version.
-            name: As for `finish_update`.
-            decide: Records the version (`WeightUpdateState.committed`) before any executor changes.
+            name: As for `finish_update`; `decide` records the version before any executor changes.
 
         Returns:
             The version of the weights.
@@ -325,9 +324,12 @@ class BusClient(Submitter):
             about = (self._control, executors, update, ANSWER_S)
             return await update_weights_together(*about, name, decide)
 
-    async def finish_update(self, name: str, version: int, *, timeout_s: float = 300.0) -> int:
+    async def finish_update(
+        self, name: str, version: int, logged: str = "", *, timeout_s: float = 300.0
+    ) -> int:
         """Have every executor put a decided update in place (`finish_together`)."""
-        return await finish_together(self._control, name, version, timeout_s)
+        finish = control.FinishUpdate(name, version, logged)
+        return await finish_together(self._control, finish, timeout_s)
 
     async def join_weights_group(
         self,
@@ -411,8 +413,7 @@ class BusClient(Submitter):
         return await self._operate("executor", control.TellWeightVersion(), lane=lane)
 
     async def weight_checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of each parameter, by "lane/executor:parameter". Raises as above;
-        WeightsError `unsupported` of weights over ranks, or quantised."""
+        """Return the SHA-256 of each parameter (`checksums_of`)."""
         return await checksums_of(self._control, ANSWER_S)
 
     async def release_memory(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob
+from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob, VersionLag
 from ..config import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,12 +39,19 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         num_accepted_draft_tokens: Draft tokens that were accepted.
         from_response_cache: Whether the tokens were computed for an equal request before.
         kv_session: Result of the request's `kv_session`; None without one.
+        version_lag: Its age in versions, for a request with `max_version_lag`.
         recipe: Inputs that compute the sample again (`InferenceEngine.replay`).
         quantization: The forms of the codes that the weights are, such as "int4-128+int8"; "" for
             plain weights. `logprobs` are those of the codes.
         time: Nanoseconds of its request by cause (docs/time.md); samples of a request share it.
             None if unknown.
         billed_ns: The request's share of the device's busy time; None if unknown.
+        support_logprobs: `[completion]`, log S: the log of the probability mass that top_k, top_p
+            and min_p left at each position; `logprobs` minus it is of the distribution that was
+            sampled from. None without such limits.
+        sampling_masks: `[completion]`, on request: the ids of the tokens that could be sampled at
+            each position, `numpy.frombuffer(mask, "<i4")`. Empty for a support of more than
+            `max_sampling_mask` tokens.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -68,6 +75,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     quantization: str = ""
     time: dict[str, int] | None = None
     billed_ns: int | None = None
+    support_logprobs: tuple[float, ...] | None = None
+    version_lag: VersionLag | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingSample):
@@ -79,7 +89,8 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def _numbers(self) -> tuple[object, ...]:
-        return msgspec.structs.astuple(self)[:-2]
+        times = {"time", "billed_ns"}
+        return tuple([getattr(self, name) for name in self.__struct_fields__ if name not in times])
 
 
 @runtime_checkable

@@ -233,8 +233,9 @@ def least_version(
     return min(outcome.weight_version for outcome in outcomes)
 
 
-Decide = Callable[[int], Awaitable[None]]
-"""Records the version of an update that all executors have checked."""
+Decide = Callable[[int, str], Awaitable[None]]
+"""Records the version of an update that all executors have checked, and its place in the log of
+weights."""
 
 GIVE_UP_S = 5.0
 """Longest wait for executors to drop a failed update; without a message they drop it later."""
@@ -278,7 +279,9 @@ async def update_weights_together(
         if version is None:
             version = 1 + max(max(each.weight_version, each.newest_version) for each in outcomes)
         if decide is not None:
-            await decide(version)
+            logged = next((each.logged for each in outcomes if each.logged), "")
+            finish = FinishUpdate(name, version, logged)
+            await decide(version, logged)
     except BusError as error:
         # The decision may be in the store; without it the executors drop the weights in the end.
         if decide is None or error.code == "no_answer":
@@ -288,7 +291,7 @@ async def update_weights_together(
         await _drop(control, name, executors)
         raise
     if decide is not None:
-        return await finish_together(control, name, version, update.timeout_s + answer_s)
+        return await finish_together(control, finish, update.timeout_s + answer_s)
     outcomes = await control.request("executor", FinishUpdate(name, version), answer_s, executors)
     failed = [outcome for outcome in outcomes if outcome.code]
     if failed or len(outcomes) < len(executors):
@@ -301,11 +304,10 @@ async def update_weights_together(
     return version
 
 
-async def finish_together(control: StageControl, name: str, version: int, limit_s: float) -> int:
+async def finish_together(control: StageControl, finish: FinishUpdate, limit_s: float) -> int:
     """Have every executor put a decided update in place.
 
-    An executor that is restarted meanwhile reads the weights where it has stored them
-    (`engine.durable_weights`).
+    An executor that is restarted meanwhile reads the weights in the log (`engine.weight_log`).
 
     Returns:
         The version.
@@ -314,11 +316,10 @@ async def finish_together(control: StageControl, name: str, version: int, limit_
         WeightsError: `weights_differ`: an executor has lost the weights.
         BusError: An executor did not answer in time.
     """
-    end = time.monotonic() + limit_s
+    version, end = finish.version or 0, time.monotonic() + limit_s
     while True:
         left_s = max(end - time.monotonic(), 0.0)
         executors = await control.ready_recipients("executor", left_s)
-        finish = FinishUpdate(name, version)
         outcomes = await control.request("executor", finish, left_s, executors)
         failed = [outcome for outcome in outcomes if outcome.code]
         lasting = [each for each in failed if each.code not in _PASSING]

@@ -286,6 +286,7 @@ class Actor(ABC):
         newest_version: int = 0,
         kv_session: KVSessionResult | None = None,
         checksums: dict[str, str] | None = None,
+        logged: str = "",
     ) -> None:
         """Answer a control message: done, or the error."""
         outcome = Outcome(
@@ -297,6 +298,7 @@ class Actor(ABC):
             newest_version=newest_version,
             kv_session=kv_session,
             checksums=checksums,
+            logged=logged,
         )
         try:
             await self.bus.replies.answer(operation_id, outcome)
@@ -342,6 +344,7 @@ class Actor(ABC):
         error: str = "",
         events: tuple[tuple[str, int], ...] = (),
         own: TraceContext | None = None,
+        links: tuple[str, ...] = (),
     ) -> None:
         """Record this stage's span of a request that leaves it now; see `Tracing.span`.
 
@@ -362,6 +365,7 @@ class Actor(ABC):
                 **(attributes or {}),
             },
             events=events,
+            links=links,
             error=error,
             own=own,
         )

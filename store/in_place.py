@@ -23,15 +23,16 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             itself may be new.
         folder: The folder that holds all of them; "" if the weights can't be read again.
         stamp: Identity of the files; see `stamp_of` of the executor's weights.
-        updates: The updates that each executor has stored, in order, after which the weights of
-            `engine.model_path` are these; () if they can't be made of stored ones.
+        log: The run of the log of weights that has them; "" for none.
+        digest: Of all weights, in that log.
     """
 
     version: Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
     leader: str
     folder: str = ""
     stamp: str = ""
-    updates: tuple[str, ...] = ()
+    log: str = ""
+    digest: str = ""
 
 
 class AdapterInPlace(msgspec.Struct, frozen=True, omit_defaults=True):

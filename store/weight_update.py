@@ -35,6 +35,7 @@ class WeightUpdateState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         committed: The version that the parts become; 0 while that is undecided.
         group: The group that the trainer sends through.
         packed_bytes: The size of its packed broadcasts; 0 if each tensor is one.
+        logged: The place of the decided weights in the log of weights (`Outcome.logged`).
         last: The version of the update that was finished last; 0 after its failure, and once
             another is begun.
         last_label: Its label.
@@ -51,6 +52,7 @@ class WeightUpdateState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     asleep: bool = False
     released: tuple[str, ...] = ()
     committed: Version = 0
+    logged: str = ""
     group: str = ""
     packed_bytes: int = 0
     last: Version = 0

@@ -375,7 +375,9 @@ class WeightSync:
     async def _complete(self, version: int) -> None:
         """Complete a decided update."""
         try:
-            await self._client.finish_update(self.state.update, version, timeout_s=self._timeout_s)
+            await self._client.finish_update(
+                self.state.update, version, self.state.logged, timeout_s=self._timeout_s
+            )
         except WeightsError as error:
             # Some executor has lost the weights: only another update makes all alike.
             ended = replace(_begun(self.state), session=False, last_failure=error.message)
@@ -389,11 +391,11 @@ class WeightSync:
         done = replace(_begun(state), session=False, last=version, last_label=state.label)
         await self._save(done)
 
-    async def _decide(self, version: int) -> None:
+    async def _decide(self, version: int, logged: str) -> None:
         """Record that the parts become this version, and their name."""
         label = self.state.label
         labels = None if label is None else self._labels.put(version, label)
-        await self._save(replace(self.state, committed=version), labels)
+        await self._save(replace(self.state, committed=version, logged=logged), labels)
 
     async def _update_weights(
         self,
@@ -432,6 +434,7 @@ def _begun(state: WeightUpdateState) -> WeightUpdateState:
         label=None,
         abort=False,
         committed=0,
+        logged="",
         last=0,
         last_label=None,
         last_failure="",

@@ -230,7 +230,7 @@ class FakeEngine:
         version: int | None,
         timeout_s: float,
         name: str = "",
-        decide: Callable[[int], Awaitable[None]] | None = None,
+        decide: Callable[[int, str], Awaitable[None]] | None = None,
         **given: Any,
     ) -> int:
         self._called("update_weights", weights=weights, version=version, **given)
@@ -238,12 +238,14 @@ class FakeEngine:
             assert self.parts.pop(weights.update) == weights.parts
         made = self.version + 1 if version is None else version
         if decide is not None:
-            await decide(made)
+            await decide(made, "")
             await self.finish_update(name, made, timeout_s=timeout_s)
         self.version = made
         return made
 
-    async def finish_update(self, name: str, version: int, *, timeout_s: float) -> int:
+    async def finish_update(
+        self, name: str, version: int, logged: str = "", *, timeout_s: float
+    ) -> int:
         self._called("finish_update", update=name, version=version)
         self.version = version
         return version

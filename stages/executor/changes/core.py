@@ -60,7 +60,7 @@ class _Staged(msgspec.Struct, frozen=True):
     ticket: int
     version: int
     message: WeightsReady | AdapterReady
-    fetched: do.Fetched | None = None
+    origin: do.WeightsOrigin | None = None
 
 
 class ChangesCore:
@@ -93,15 +93,15 @@ class ChangesCore:
         succession: The lane's record.
     """
 
-    def __init__(self, limits: WeightLimits, *, stores: bool = False) -> None:
+    def __init__(self, limits: WeightLimits, *, logs: bool = False) -> None:
         """Begin.
 
         Args:
             limits: The most that an update may bring.
-            stores: Whether updates are stored, so that an earlier process's can be read.
+            logs: Whether there is a log of weights, which has what an earlier process prepared.
         """
         self._limits = limits
-        self._stores = stores
+        self._logs = logs
         self.version = 0
         self._tickets = count(1)
         # By ticket: open operations and the ids of their answers.
@@ -238,10 +238,10 @@ class ChangesCore:
     def restored(self, weights: WeightsInPlace) -> list[do.Effect]:
         """The lane's weights are in place."""
         self.version = weights.version
-        stored = weights.updates[-1] if weights.updates else ""
-        self._decided = stored, weights.version
-        fields = {"version": weights.version, "folder": weights.folder, "update": stored}
-        recorded = self.succession.restored(weights)
+        self._decided = f"{weights.log}/{weights.digest}", weights.version
+        fields = {"version": weights.version, "folder": weights.folder}
+        origin = do.WeightsOrigin(weights.folder, weights.stamp)
+        recorded = self.succession.put_in_place(weights.version, origin)
         return [do.Log("weights_restored", fields), recorded]
 
     # --- operations ---------------------------------------------------------------------------
@@ -279,7 +279,8 @@ class ChangesCore:
     def _begin_update(self, ticket: int, update: UpdateWeights, now_ns: int) -> None:
         if not update.part_of:
             if update.prepare_as and update.prepare_as == self.prepared:
-                self._answer(ticket)  # the sender has lost the first answer
+                assert self._prepared is not None
+                self._answer(ticket, logged=self._prepared.fetched.logged)  # the first was lost
                 return
             if self._is_busy:
                 self._skip(update)
@@ -297,15 +298,8 @@ class ChangesCore:
         self.fetching = ticket
         if isinstance(update.source, StagedWeights):
             # All parts are there, so those that need each other can be converted.
-            try:
-                tensors, origin = self._parts.take(update.source)
-            except WeightsError:
-                if not self._stores:
-                    raise
-                self._effects.append(do.ReadStored(ticket, update))
-            else:
-                stored = update.source.update if self._stores else ""
-                self._effects.append(do.Combine(ticket, update, tensors, origin, stored))
+            tensors, origin, base = self._parts.take(update.source)
+            self._effects.append(do.Combine(ticket, update, tensors, origin, base))
         else:
             self._effects.append(do.Fetch(ticket, update))
 
@@ -330,7 +324,7 @@ class ChangesCore:
                 (
                     do.Fetch(ticket, update)
                     | do.Combine(ticket, update)
-                    | do.ReadStored(ticket, update)
+                    | do.ReadLogged(ticket, update)
                 ),
                 do.Fetched() as fetched,
             ):
@@ -341,8 +335,9 @@ class ChangesCore:
                 self._prepare(ticket, update, fetched, now_ns)
             case do.Stage(ticket, update, fetched), int(version):
                 message = WeightsReady(version, update.in_flight)
+                origin = fetched.origin if fetched.covers else None
                 self._release(ticket)
-                self._stage(_WEIGHTS, _Staged(ticket, version, message, fetched))
+                self._stage(_WEIGHTS, _Staged(ticket, version, message, origin))
             case do.StageAdapter(ticket, load), int(version):
                 if load.only_check:
                     self._answer(ticket, version=version)
@@ -369,8 +364,14 @@ class ChangesCore:
             self._begin_stage(ticket, update, fetched, update.version)
 
     def _keep_part(self, ticket: int, update: UpdateWeights, fetched: do.Fetched) -> None:
-        about = update.part_of, fetched.tensors, fetched.origin, self._limits
-        self._parts.add(*about, number=update.part)
+        self._parts.add(
+            update.part_of,
+            fetched.tensors,
+            fetched.origin,
+            self._limits,
+            base=fetched.base,
+            number=update.part,
+        )
         self._answer(ticket)
 
     def _prepare(
@@ -380,7 +381,7 @@ class ChangesCore:
         if update.prepare_as == self._dropped:
             raise WeightsError("the update was cancelled", code="weights_incomplete")
         self._prepared = _Prepared(update, fetched, _deadline_ns(update, now_ns))
-        self._answer(ticket)
+        self._answer(ticket, logged=fetched.logged)
 
     def _finish(self, ticket: int, finish: control.FinishUpdate) -> None:
         prepared = self._prepared
@@ -391,17 +392,20 @@ class ChangesCore:
                 return
             self._finishing, self._decided = ticket, (finish.prepared, finish.version)
             self._begin_stage(ticket, prepared.update, prepared.fetched, finish.version)
-        elif (finish.prepared, finish.version) == self._decided:
+        elif self._decided in (
+            (finish.prepared, finish.version),
+            (finish.logged, finish.version),
+        ):
             if self._finishing is not None or _WEIGHTS in self._staged:
                 raise busy()
             self._answer(ticket)  # they are in place
-        elif finish.version is not None and self._stores:
+        elif finish.version is not None and finish.logged and self._logs:
             if self._is_busy:
                 raise busy()
             self.fetching, self._decided = ticket, (finish.prepared, finish.version)
             source = StagedWeights(finish.prepared, 0)
             update = UpdateWeights(source, version=finish.version, partial=True)
-            self._effects.append(do.ReadStored(ticket, update))
+            self._effects.append(do.ReadLogged(ticket, update, finish.logged))
         elif finish.version is None:
             fetching = self._open[self.fetching][0] if self.fetching is not None else None
             if isinstance(fetching, UpdateWeights) and fetching.prepare_as == finish.prepared:
@@ -466,10 +470,7 @@ class ChangesCore:
         if staged is not None and version >= staged.version:
             del self._staged[_WEIGHTS]
             self._effects.append(do.Log("weights_in_place", {"version": version}))
-            self._effects.append(self.succession.put_in_place(version, staged.fetched))
-            if self._stores:
-                kept = *(self.succession.updates or ()), self._parts.update
-                self._effects.append(do.ForgetStored(kept))
+            self._effects.append(self.succession.put_in_place(version, staged.origin))
             self._answer(staged.ticket)
 
     def _not_in_place(self, error: WeightsError) -> None:
@@ -533,6 +534,7 @@ class ChangesCore:
         *,
         version: int = 0,
         checksums: dict[str, str] | None = None,
+        logged: str = "",
     ) -> None:
         """End an operation and free its resources."""
         operation, operation_id = self._open.pop(ticket)
@@ -546,7 +548,8 @@ class ChangesCore:
         newest = 0
         if not isinstance(operation, AdapterOperation):
             version, newest = self.version, self.succession.behind
-        self._effects.append(do.Answer(operation, operation_id, version, newest, error, checksums))
+        about = version, newest, error, checksums, logged
+        self._effects.append(do.Answer(operation, operation_id, *about))
 
     def _release(self, ticket: int) -> None:
         """Free the resources of an operation, for the next ones."""
@@ -581,6 +584,7 @@ class WeightParts:
         self._numbers: set[int] = set()
         self._tensors: dict[str, NewWeight] = {}
         self._origin: do.WeightsOrigin | None = None
+        self._base: int | None = None
         # An upper bound: a tensor that came again counts twice.
         self._num_bytes = 0
 
@@ -590,16 +594,32 @@ class WeightParts:
         tensors: Mapping[str, NewWeight],
         origin: do.WeightsOrigin | None = None,
         limits: WeightLimits = UNLIMITED,
+        *,
+        base: int | None = None,
         number: int | None = None,
     ) -> None:
         """Keep a part. A tensor that comes again replaces the earlier one, and so does a part.
 
         Raises:
-            WeightsError: All parts together exceed the limits.
+            WeightsError: All parts together exceed the limits; or a delta changes a tensor of
+                another part, or begins with another version.
         """
         if update != self.update:
             self.drop()
             self.update = update
+        if base is not None or self._base is not None:
+            if base is not None and self._base not in (None, base):
+                raise WeightsError(
+                    f"a part is a delta of version {base}, and another one of {self._base}",
+                    code="weights_base",
+                )
+            if again := tensors.keys() & self._tensors.keys():
+                raise WeightsError(
+                    f"{shown(min(again))} is in two parts, of which one is a delta; send the "
+                    "changes of a tensor in one part",
+                    code="weights_delta",
+                )
+            self._base = base if base is not None else self._base
         self._numbers.add(len(self._numbers) if number is None else number)
         self._origin = origin if len(self._numbers) == 1 else None
         self._tensors.update(tensors)
@@ -611,14 +631,15 @@ class WeightParts:
 
     def take(
         self, staged: StagedWeights
-    ) -> tuple[Mapping[str, NewWeight], do.WeightsOrigin | None]:
-        """Return all tensors of an update, and their origin if they share one; keep nothing.
+    ) -> tuple[Mapping[str, NewWeight], do.WeightsOrigin | None, int | None]:
+        """Return all tensors of an update, their origin if they share one, and the version of which
+        some are a delta; keep nothing.
 
         Raises:
             WeightsError: Some parts are missing.
         """
         numbers = self._numbers if staged.update == self.update else set()
-        tensors, origin = self._tensors, self._origin
+        found = self._tensors, self._origin, self._base
         self.drop()
         if not numbers or numbers != set(range(staged.parts)):
             raise WeightsError(
@@ -626,12 +647,12 @@ class WeightParts:
                 "again",
                 code="weights_incomplete",
             )
-        return tensors, origin
+        return found
 
     def drop(self) -> None:
         """Keep nothing."""
         self.update, self._numbers, self._tensors, self._origin = "", set(), {}, None
-        self._num_bytes = 0
+        self._num_bytes, self._base = 0, None
 
 
 def _held(tensors: Mapping[str, NewWeight]) -> int:

@@ -41,7 +41,7 @@ class Combine(ChangeJob, frozen=True):
     update: UpdateWeights
     tensors: Mapping[str, NewWeight]
     origin: WeightsOrigin | None
-    stored: str = ""
+    base: int | None = None
 
 
 class Check(ChangeJob, frozen=True):
@@ -63,10 +63,16 @@ class Stage(ChangeJob, frozen=True):
     version: int | None
 
 
-class ReadStored(ChangeJob, frozen=True):
-    """Read the stored parts of an update, whose source names them; results in `Fetched`."""
+class ReadLogged(ChangeJob, frozen=True):
+    """Read the weights of a decided update from the log; results in `Fetched`.
+
+    Attributes:
+        update: It has the version.
+        logged: As in `FinishUpdate`.
+    """
 
     update: UpdateWeights
+    logged: str = ""
 
 
 class StageAdapter(ChangeJob, frozen=True):
@@ -116,12 +122,6 @@ class ReadDecision(Effect, frozen=True):
     update: str
 
 
-class ForgetStored(Effect, frozen=True):
-    """Remove all stored updates but these."""
-
-    kept: tuple[str, ...]
-
-
 class Answer(Effect, frozen=True):
     """Answer an operation, once.
 
@@ -132,6 +132,7 @@ class Answer(Effect, frozen=True):
         newest_version: The lane's largest version so far, if larger.
         error: Why the operation was refused or failed.
         checksums: Of the weights, if the operation asks for them.
+        logged: As in `Outcome`.
     """
 
     operation: Operation
@@ -140,6 +141,7 @@ class Answer(Effect, frozen=True):
     newest_version: int = 0
     error: WeightsError | None = None
     checksums: dict[str, str] | None = None
+    logged: str = ""
 
 
 class SendBatching(Effect, frozen=True):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -25,7 +23,7 @@ from ....bus.envelope import Message
 from ....bus.links import CONTROL
 from ....bus.parts.weights import WeightsPlan
 from ....bus.steps import StepPlan
-from ....bus.weights import FolderWeights, StagedWeights
+from ....bus.weights import FolderWeights
 from ....config import AdapterError, BusError, WeightsError, shown
 from ....store.in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
 from ....store.loaded_adapter import LoadedAdapter
@@ -45,9 +43,6 @@ from . import effects as do
 from .arguments import Operation, check_path
 from .core import AdapterOperation, ChangesCore
 from .succession import supersedes
-
-if TYPE_CHECKING:
-    from ..runner.weights.stored import StoredUpdates
 
 _CONFIRM_S = 2.0
 """Seconds after which admission is asked again to confirm a change."""
@@ -78,9 +73,8 @@ class StagedChanges:
         self._weights = self.executor.part(WeightChanges)
         self._memory = self.executor.part(MemoryRelease)
         self._adapters = self.executor.part(AdapterChanges)
-        self._weights.stored = self._stored()
-        stores = self._weights.stored is not None
-        self.core = ChangesCore(self._weights.manager.limits, stores=stores)
+        logs = self._weights.log is not None
+        self.core = ChangesCore(self._weights.manager.limits, logs=logs)
         self.restoring = ""
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
         # don't wait behind weights that don't come.
@@ -110,6 +104,8 @@ class StagedChanges:
             AdapterError: An adapter of the settings can't be loaded.
         """
         await self._perform(self.core.succession.begin_epoch(leader))
+        if self._weights.log is not None:
+            self._weights.log.begin_run(leader)
         if leader == self._leader:
             return
         await self._complete_decided()
@@ -214,9 +210,6 @@ class StagedChanges:
                     await self._perform(self.core.succession.read(record))
                 case do.ReadDecision(update):
                     self.start_soon(self._read_decision, update)
-                case do.ForgetStored(kept):
-                    if self._weights.stored is not None:
-                        self._weights_thread.submit(self._weights.stored.forget, kept)
                 case do.Restore(weights):
                     await self._perform(await self._restore(weights))
                 case do.ChangeJob():
@@ -273,21 +266,11 @@ class StagedChanges:
             error,
             answer.newest_version,
             checksums=answer.checksums,
+            logged=answer.logged,
         )
 
     async def _send_batching(self, message: Message) -> None:
         await self.actor.send(self.actor.own(CONTROL["batching"]), message)
-
-    def _stored(self) -> StoredUpdates | None:
-        """Return the updates that this executor stores; None without a folder for them."""
-        config = self.actor.config
-        if not config.engine.durable_weights:
-            return None
-        from ..runner.weights.stored import StoredUpdates
-
-        own = f"{self.actor.bus.model or 'model'}-{config.bus.lane}-{self.actor.role}"
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", own)
-        return StoredUpdates(Path(config.engine.durable_weights) / name)
 
     async def _read_decision(self, update: str) -> None:
         """Read what was decided about a prepared update; an undecided one is decided against."""
@@ -308,21 +291,24 @@ class StagedChanges:
 
     async def _complete_decided(self) -> None:
         """Put an update in place that was decided while this executor was not there."""
-        if self._weights.stored is None:
+        if self._weights.log is None:
             return
         try:
             state = (await self.actor.bus.store.weight_update.read()).state
         except BusError as error:
             self.actor.log.warning("decision_unknown", update="", reason=str(error))
             return
-        if state.committed > self.core.version and self._weights.stored.parts(state.update):
-            finish = FinishUpdate(state.update, state.committed)
+        if state.committed > self.core.version:
+            finish = FinishUpdate(state.update, state.committed, state.logged)
             await self._perform(self.core.begin(finish, "", now_ns()))
 
     # --- the lane's records -------------------------------------------------------------------
 
     async def _remember(self, weights: WeightsInPlace) -> None:
         record = self.actor.bus.store.weights
+        if (log := self._weights.log) is not None:
+            digest = log.writer.digest_of(weights.version)
+            weights = replace(weights, log=log.writer.run if digest else "", digest=digest)
         try:
             if supersedes(weights, await record.read()):
                 await record.put(weights)
@@ -339,13 +325,13 @@ class StagedChanges:
             return None
 
     async def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
-        self.restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
+        where = weights.folder or f"the log of weights, run {weights.log}"
+        self.restoring = f"it reads the weights of version {weights.version} from {where}"
         try:
             async with asyncio.timeout(_RESTORE_S):
                 with _as_refusal():
                     tensors = await self._in_background(_read_again, weights, self._weights)
-            put = partial(self._weights.manager.sync_blocking, partial=bool(weights.updates))
-            await self.on_torch(put, tensors, weights.version)
+            await self.on_torch(self._weights.manager.sync_blocking, tensors, weights.version)
         except (WeightsError, TimeoutError) as error:
             why = error.message if isinstance(error, WeightsError) else "reading took too long"
             return self.core.succession.fall_behind(weights.version, why)
@@ -412,20 +398,23 @@ class StagedChanges:
             case do.Fetch(_, update):
                 started = now_ns()
                 fetched: do.Fetched = await self._in_background(self._weights.fetch, update)
-                self.actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                record = self.actor.metrics.record
+                record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                record(instruments.WEIGHT_BYTES, fetched.amount[0])
+                record(instruments.WEIGHT_ELEMENTS, fetched.amount[1])
                 return fetched
-            case do.Combine(_, _, tensors, origin, stored):
+            case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)
-                return do.Fetched(prepared, origin, weights.covers(prepared), stored=stored)
-            case do.ReadStored(_, update):
-                assert isinstance(update.source, StagedWeights)
-                about = update.source.update, update.source.parts
-                read: do.Fetched = await self._in_background(self._weights.read_stored, *about)
-                return read
+                fetched = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
+                return await self._in_background(self._weights.logged, fetched)
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):
-                start = partial(weights.start_sync, partial=update.partial)
+                is_partial = update.partial or fetched.base is not None
+                start = partial(weights.start_sync, partial=is_partial, base=fetched.base)
+                if fetched.prepared is not None:
+                    version = await self.on_torch(weights.check_version, version)
+                    await self._in_background(self._weights.commit, fetched, version)
                 counted: int = await self.on_torch(start, fetched.tensors, version)
                 return counted
             case do.StageAdapter(_, load):
@@ -437,6 +426,10 @@ class StagedChanges:
                 return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
+            case do.ReadLogged(_, update, logged):
+                about = logged, update.version
+                logged_again: do.Fetched = await self._in_background(self._weights.recover, *about)
+                return logged_again
             case do.Checksum():
                 checksums: dict[str, str] = await self.on_torch(weights.checksums)
                 return checksums
@@ -464,7 +457,8 @@ def check_fetched(update: UpdateWeights, fetched: do.Fetched, weights: WeightSyn
         weights.check(fetched.tensors, partial=True)
         return
     weights.check_version(update.version)
-    weights.check(fetched.tensors, partial=update.partial)
+    weights.check_base(fetched.base)
+    weights.check(fetched.tensors, partial=update.partial or fetched.base is not None)
     weights.check_complete(fetched.tensors)
 
 
@@ -495,23 +489,20 @@ def replaces_weights(operation: Operation) -> bool:
 
 
 def _read_again(record: WeightsInPlace, part: WeightChanges) -> Mapping[str, NewWeight]:
-    """Return the weights that an earlier executor stored, or read from a folder.
+    """Return the weights that an earlier executor had, from their folder or the log.
 
     Raises:
         WeightsError: They are gone.
     """
-    if record.updates and part.stored is not None:
-        tensors: dict[str, NewWeight] = {}
-        for update in record.updates:
-            tensors |= part.read_stored(update).tensors
-        return tensors
+    if part.log is not None and record.log:
+        return part.log.catch_up(record.log, record.version, record.digest)
     if not record.folder:
         raise WeightsError("they were not read from one folder")
     check_path(record.folder)
     changed, limits = f"the files of {record.folder} have changed", part.manager.limits
     if stamp_of(record.folder, limits) != record.stamp:
         raise WeightsError(changed)
-    fetched = part.read(UpdateWeights(FolderWeights(record.folder)))
+    fetched = part.fetch(UpdateWeights(FolderWeights(record.folder)))
     if stamp_of(record.folder, limits) != record.stamp:
         raise WeightsError(changed)
     return fetched.tensors

@@ -16,32 +16,17 @@ class Succession:
 
     Attributes:
         behind: The lane's version when this executor joined without it; 0 otherwise.
-        updates: The stored updates that the weights in place are made of, after those of
-            `engine.model_path`; None if they can't be made of them.
     """
 
     def __init__(self) -> None:
         self.behind = 0
-        self.updates: tuple[str, ...] | None = ()
         # The last admission; the version and origin of this executor's own weights.
         self._leader = ""
         self._own: tuple[int, do.WeightsOrigin | None] = 0, None
 
-    def put_in_place(self, version: int, fetched: do.Fetched | None) -> do.Effect:
-        """New weights are in place."""
-        covers = fetched is not None and fetched.covers
-        stored = fetched.stored if fetched is not None else ""
-        before = () if covers else self.updates
-        self.updates = (*before, stored) if stored and before is not None else None
-        origin = fetched.origin if fetched is not None and covers else None
+    def put_in_place(self, version: int, origin: do.WeightsOrigin | None) -> do.Effect:
+        """New weights are in place. `origin`: of all of them, if they came in one update."""
         self._own, self.behind = (version, origin), 0
-        return self._record()
-
-    def restored(self, weights: WeightsInPlace) -> do.Effect:
-        """The lane's weights are in place."""
-        self.updates = weights.updates or None
-        origin = do.WeightsOrigin(weights.folder, weights.stamp)
-        self._own, self.behind = (weights.version, origin), 0
         return self._record()
 
     def begin_epoch(self, leader: str) -> list[do.Effect]:
@@ -69,7 +54,7 @@ class Succession:
 
     def fall_behind(self, version: int, why: str) -> list[do.Effect]:
         """The lane's weights can't be restored: this executor serves those that it loaded."""
-        self.behind, self.updates = version, None
+        self.behind = version
         reason = f"{why}; this executor serves the weights of model_path until they are updated"
         fields = {"version": 0, "of_the_lane": version, "reason": reason}
         return [do.Log("weights_behind", fields, warning=True)]
@@ -91,13 +76,7 @@ class Succession:
         version, origin = self._own
         folder, stamp = origin or ("", "")
         return do.Remember(
-            WeightsInPlace(
-                version=version,
-                leader=self._leader,
-                folder=folder,
-                stamp=stamp,
-                updates=self.updates or (),
-            )
+            WeightsInPlace(version=version, leader=self._leader, folder=folder, stamp=stamp)
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +16,44 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import TopLogprobs
+from ....bus.parts.columns import (
+    NO_COLUMNS,
+    SAMPLING_MASKS,
+    SUPPORT_LOGPROBS,
+    Columns,
+    columns_of,
+)
 from ....bus.steps import PromptLogprobs
 from ..runner.interface import IntArray, flatten_rows
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
-from .sampling import Limits, sample_rows, uniforms
+from .sampling import NO_LIMITS, Limits, sample_rows, uniforms
 from .sequences import BoolArray, Places, SequenceTable
+
+
+class ChosenTokens(NamedTuple):
+    """Tokens for some places.
+
+    Attributes:
+        tokens, logprobs: `[batch]` each, on the device.
+        top_logprobs: `report_top_logprobs`.
+        columns: As in `Sampled`.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    columns: Columns = NO_COLUMNS
+
+    def of(self, kept: BoolArray) -> ChosenTokens:
+        """Return the tokens of some places, `[batch]`."""
+        indices = torch.from_numpy(np.flatnonzero(kept)).to(self.tokens.device)
+        return ChosenTokens(
+            self.tokens[indices],
+            self.logprobs[indices],
+            tuple(compress(self.top_logprobs, kept)),
+            columns_of(self.columns, kept),
+        )
 
 
 class TokenChooser(NamedTuple):
@@ -30,24 +63,25 @@ class TokenChooser(NamedTuple):
         table: The sequences.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
+        most_in_mask: Most ids in a sampling mask.
+        reports: Whether anything is reported beside tokens and logprobs.
     """
 
     table: SequenceTable
     raw: bool
     kernels: bool
+    most_in_mask: int = 0
+    reports: bool = True
 
     def choose(
         self, model_logits: Tensor, places: Places, masks: PendingMasks | None = None
-    ) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
+    ) -> ChosenTokens:
         """Choose a token for each place, and report it in the configured mode.
 
         Args:
             model_logits: `[batch, vocab]` float32; changed unless `raw`.
             places: `[batch]`, of the rows of logits.
             masks: From `Constraints.begin`, for these places.
-
-        Returns:
-            Tokens and logprobs, `[batch]` each on the device, and `report_top_logprobs`.
 
         Raises:
             ModelError: The model's output is broken.
@@ -65,18 +99,43 @@ class TokenChooser(NamedTuple):
         numbers = None
         if temperature.any():
             numbers = upload(uniforms(table.seed[rows], table.num_generated[rows] + places.ahead))
-        top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-        limits = Limits(
-            upload(top_k) if top_k.any() else None,
-            upload(top_p) if (top_p < 1).any() else None,
-            upload(min_p) if min_p.any() else None,
+        limited, limits = table.limited[rows], NO_LIMITS
+        if limited.any():
+            top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+            limits = Limits(
+                upload(top_k) if top_k.any() else None,
+                upload(top_p) if (top_p < 1).any() else None,
+                upload(min_p) if min_p.any() else None,
+            )
+        masked = table.masks[rows]
+        keeps = self.reports and bool(masked.any())
+        choice = sample_rows(
+            logits, temperatures, numbers, limits, kernels=kernels, keep_weights=keeps
         )
-        tokens, logprobs = sample_rows(logits, temperatures, numbers, limits, kernels=kernels)
+        tokens, logprobs = choice.tokens, choice.logprobs
+        if table.num_forced[rows].any():
+            which, ids = map(upload, table.forced_at(places))
+            tokens = tokens.index_copy(0, which, ids)
+            scaled = logits[which], temperatures[which], ids[:, None]
+            given = gather_logprobs(*scaled, kernels=kernels)
+            logprobs = logprobs.index_copy(0, which, given[:, 0])
         if self.raw:
             logits, temperatures = model_logits, torch.ones_like(temperatures)
             logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
+        if not self.reports:
+            return ChosenTokens(tokens, logprobs)
+        columns: dict[str, tuple[Any, ...]] = {}
+        if choice.support_logprobs is not None:
+            values = zip(limited.tolist(), choice.support_logprobs.tolist(), strict=True)
+            columns[SUPPORT_LOGPROBS] = tuple([value if has else None for has, value in values])
+        if keeps:
+            from .support import sampling_masks
+
+            own = choice, masked, temperature == 0
+            columns[SAMPLING_MASKS] = sampling_masks(*own, self.most_in_mask)
         counts = table.num_logprobs[rows]
-        return tokens, logprobs, report_top_logprobs(logits, temperatures, counts, kernels=kernels)
+        tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
+        return ChosenTokens(tokens, logprobs, tops, columns)
 
     def score_prompts(
         self, logits: Tensor, rows: IntArray, starts: IntArray, num_scored: IntArray

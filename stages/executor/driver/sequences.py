@@ -68,8 +68,12 @@ class SequenceTable:
         temperature, top_k, top_p, min_p, seed: Sampling parameters.
         repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of them.
         adjusted: Whether penalties, a bias or `min_tokens` change the logits.
+        limited: Whether top_k, top_p or min_p restricts the choice.
         plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
         num_logprobs: Top tokens to report beside each sampled one.
+        masks: Whether the sampling mask of each token is reported.
+        num_forced: The number of forced tokens.
+        forced: Per row, the forced tokens.
         prompt_logprobs: Likewise for the prompt; -1 if its logprobs are not requested, or were
             reported in an earlier run of the sequence.
         stop_ids: Per row, the token ids that end it.
@@ -80,7 +84,7 @@ class SequenceTable:
         incomplete: Whether the sequence ends before the end of its grammar.
         adapter: The adapter's slot, from `AdapterTable.slot_of`.
         pools: Whether the prompt's vector is requested, and no token.
-        prediction: Per row, the client's predicted output.
+        prediction: Per row, the client's predicted output, after its forced tokens.
         scope: Per row; drafts come only from sequences of the same scope.
         images: Per row, where they are, for SequenceImages; only valid if `images_end` is above 0.
         images_end: One past the last token of an image; 0 for none.
@@ -109,8 +113,12 @@ class SequenceTable:
         self.frequency_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
         self.min_tokens: IntArray = np.zeros(rows, np.int64)
         self.adjusted: BoolArray = np.zeros(rows, np.bool_)
+        self.limited: BoolArray = np.zeros(rows, np.bool_)
         self.plain: BoolArray = np.zeros(rows, np.bool_)
         self.num_logprobs: IntArray = np.zeros(rows, np.int64)
+        self.masks: BoolArray = np.zeros(rows, np.bool_)
+        self.num_forced: IntArray = np.zeros(rows, np.int64)
+        self.forced: list[tuple[int, ...]] = [()] * rows
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
         self.logit_bias: list[dict[int, float]] = [{}] * rows
@@ -169,7 +177,8 @@ class SequenceTable:
         self.adapter[row] = adapter
         self.pools[row] = new.info.pooling is not None
         expected = Prediction.find(new.parts)
-        self.prediction[row] = expected.token_ids if expected is not None else ()
+        prediction = expected.token_ids if expected is not None else ()
+        self.prediction[row] = new.sampling.forced_tokens + prediction
         self.info[row] = new.info
         self.scope[row] = new.cache_scope
         self.images_end[row] = self.position_shift[row] = 0
@@ -199,9 +208,12 @@ class SequenceTable:
         self.constrained[row] = sampling.constraint is not None
         self.incomplete[row] = False
         self.num_logprobs[row] = sampling.logprobs
-        limited = sampling.top_k or sampling.top_p < 1 or sampling.min_p
-        changed = self.adjusted[row] or self.constrained[row]
-        self.plain[row] = not (changed or limited or sampling.logprobs)
+        self.limited[row] = limited = sampling.is_limited
+        self.masks[row] = masks = sampling.return_sampling_mask
+        self.forced[row] = forced = sampling.forced_tokens
+        self.num_forced[row] = len(forced)
+        changed = self.adjusted[row] or self.constrained[row] or forced
+        self.plain[row] = not (changed or limited or masks or sampling.logprobs)
         # The first sample reports the prompt for all, before it samples.
         wanted = sampling.prompt_logprobs
         speaks = new.sample.sample_index == 0 and new.num_generated == 0
@@ -277,6 +289,13 @@ class SequenceTable:
         """Return where the token is the last one of the sequence, `[places]`."""
         generated = self.num_generated[places.rows] + places.ahead + 1
         return generated >= self.max_tokens[places.rows]
+
+    def forced_at(self, places: Places) -> tuple[IntArray, IntArray]:
+        """Return the indices of the places of forced tokens, and these tokens."""
+        positions = self.num_generated[places.rows] + places.ahead
+        which = np.flatnonzero(positions < self.num_forced[places.rows])
+        pairs = zip(places.rows[which].tolist(), positions[which].tolist(), strict=True)
+        return which, np.array([self.forced[row][position] for row, position in pairs], np.int64)
 
     def num_to_score(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
         """Return how many prompt tokens get logprobs in a step of so many tokens, `[rows]`.

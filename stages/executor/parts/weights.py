@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -12,17 +11,18 @@ from torch import Tensor
 
 from ....bus.control import ReplicaCapacity, UpdateWeights
 from ....bus.parts.weights import WeightsPlan
-from ....bus.weights import FolderWeights, GroupWeights
-from ....config import WeightsError
+from ....bus.weights import ArcWeights, FolderWeights, PastWeights
+from ....config import WeightsError, shown
 from ..driver.step import LaunchedStep
-from ..runner.shards import NewWeight
-from ..runner.weights.checks import limits_of
+from ..runner.shards import NewWeight, product
+from ..runner.weights.checks import DELTA_HEAD, check_stored, limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
 
 if TYPE_CHECKING:
+    from ..runner.weights.log import PreparedVersion
+    from ..runner.weights.logged import LoggedWeights
     from ..runner.weights.parts import PartsTaker
-    from ..runner.weights.stored import PartWriter, StoredUpdates
     from ..runner.weights.transports.group import WeightGroups
 
 
@@ -42,14 +42,24 @@ class Fetched(NamedTuple):
         origin: Where the tensors can be read again.
         covers: Whether they replace every parameter.
         converted: True, but for a part of an update.
-        stored: The name under which they are stored; "" if they are not.
+        base: The version of which they are a delta; None if they are none.
+        prepared: Their version in the log of weights; None without a log.
+        amount: Bytes that were fetched, and elements: of a delta those that change.
     """
 
     tensors: Mapping[str, NewWeight]
     origin: WeightsOrigin | None
     covers: bool
     converted: bool = True
-    stored: str = ""
+    base: int | None = None
+    prepared: PreparedVersion | None = None
+    amount: tuple[int, int] = (0, 0)
+
+    @property
+    def logged(self) -> str:
+        """Their run in the log of weights, and the digest of all; "" without a log."""
+        prepared = self.prepared
+        return f"{prepared.run}/{prepared.digest}" if prepared is not None else ""
 
 
 class WeightChanges(Part):
@@ -57,7 +67,7 @@ class WeightChanges(Part):
 
     Attributes:
         manager: Stages and writes them.
-        stored: The updates that are stored for a restarted executor; None to store none.
+        log: The log of weights; None without one.
     """
 
     reads = WeightsPlan
@@ -67,13 +77,20 @@ class WeightChanges(Part):
         super().__init__(state)
         model, config = state.model, state.config
         limits = limits_of(model.whole, config.max_weight_tensors, config.max_weight_bytes)
-        write = None
+        write = read = None
         if state.ranks and model.shards:
-            from ..runner.rank_weights import write_to_ranks
+            from ..runner.rank_weights import read_from_ranks, write_to_ranks
 
             write = partial(write_to_ranks, state.ranks, model.shards)
-        self.stored: StoredUpdates | None = None
-        self.manager = WeightSyncManager(model.module, limits, shards=model.shards, write=write)
+            read = partial(read_from_ranks, state.ranks, model.shards)
+        self.manager = WeightSyncManager(
+            model.module, limits, shards=model.shards, write=write, read=read
+        )
+        self.log: LoggedWeights | None = None
+        if config.weight_log:
+            from ..runner.weights.logged import LoggedWeights
+
+            self.log = LoggedWeights(self.manager, config)
 
     @cached_property
     def groups(self) -> WeightGroups:
@@ -92,102 +109,119 @@ class WeightChanges(Part):
             self.groups.close()
 
     def fetch(self, update: UpdateWeights) -> Fetched:
-        """Return the weights of an update's source, checked to be finite.
+        """Return the weights of an update's source, checked to be finite, and written to the log.
 
         Blocks until they have come. May run on another thread, beside the forward pass.
 
         Raises:
             WeightsError: They can't be fetched or read, or don't fit; nothing has changed.
         """
-        from ..runner.weights.transports.folder import stamp_of
+        return self.logged(self._fetch(update)) if not update.part_of else self._fetch(update)
 
-        source = update.source
-        folder = source.path if isinstance(source, FolderWeights) else ""
-        # Before reading: files that are replaced meanwhile will not have this stamp.
-        origin = WeightsOrigin(folder, stamp_of(folder, self.manager.limits)) if folder else None
-        if self.stored is None:
-            return self.read(update, origin, checkpoint=bool(folder))
-        name = update.part_of or update.prepare_as or uuid.uuid4().hex
-        writer = self.stored.begin(name, update.part, checkpoint=bool(folder))
-        try:
-            fetched = self.read(update, origin, checkpoint=bool(folder), writer=writer)
-            writer.finish()
-        finally:
-            writer.close()
-        return fetched._replace(stored=name)
-
-    def read_stored(self, update: str, number: int = 0) -> Fetched:
-        """Return the weights of a stored update of so many parts; 0 for as many as there are.
+    def logged(self, fetched: Fetched) -> Fetched:
+        """Write the weights of an update to the log, if there is one. May run on another thread.
 
         Raises:
-            WeightsError: Some are not stored here.
+            WeightsError: They can't be written, or not be logged.
         """
-        assert self.stored is not None
-        tensors: dict[str, NewWeight] = {}
-        for part in self.stored.check(update, number):
-            source = FolderWeights(str(part.path))
-            tensors |= self.read(
-                UpdateWeights(source, part_of=update), None, checkpoint=part.checkpoint
-            ).tensors
-        prepared = self.manager.prepare(tensors)
-        return Fetched(prepared, None, self.manager.covers(prepared), stored=update)
+        if self.log is None:
+            return fetched
+        return fetched._replace(prepared=self.log.prepare(fetched.tensors))
 
-    def read(
-        self,
-        update: UpdateWeights,
-        origin: WeightsOrigin | None = None,
-        *,
-        checkpoint: bool = True,
-        writer: PartWriter | None = None,
-    ) -> Fetched:
-        """Return the weights of an update's source, like `fetch`.
+    def recover(self, logged: str, version: int) -> Fetched:
+        """Return the weights of a decided update, which an earlier process has written to the log.
 
-        Args:
-            update: The update.
-            origin: As in the result.
-            checkpoint: As in `as_parameters`.
-            writer: Stores them as they come; None to store nothing.
+        Raises:
+            WeightsError: They are not in it.
         """
+        assert self.log is not None
+        run, _, digest = logged.partition("/")
+        prepared = self.manager.prepare(self.log.recover(run, version, digest))
+        return Fetched(prepared, None, self.manager.covers(prepared))
+
+    def commit(self, fetched: Fetched, version: int) -> None:
+        """Give the weights of an update their version in the log. Raises WeightsError."""
+        if self.log is not None and fetched.prepared is not None:
+            self.log.commit(fetched.prepared, version)
+
+    def _fetch(self, update: UpdateWeights) -> Fetched:
         from ..runner.weights.conversion import PartsMissing
         from ..runner.weights.transports import fetch, fetch_each
+        from ..runner.weights.transports.folder import stamp_of
 
         source, weights = update.source, self.manager
+        if isinstance(source, PastWeights):
+            return self._past(source)
+        if isinstance(source, ArcWeights):
+            return self._arc(source)
+        folder = source.path if isinstance(source, FolderWeights) else ""
+        # Before reading: files that are replaced meanwhile will not have this stamp.
+        origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
         arguments = source, self.groups, update.timeout_s, weights.limits
-        from_group = isinstance(source, GroupWeights)
-        if writer is not None and isinstance(source, GroupWeights):
-            writer.begin([meta.name for meta in source.tensors])
-        self.groups.tee = writer.take if writer is not None and from_group else None
         tensors: Mapping[str, NewWeight]
         if weights.converts:
             takers: list[PartsTaker] = []
+            delta: dict[str, NewWeight] = {}
 
             def begin(names: Sequence[str]) -> Callable[[str, Tensor], None]:
-                taker = weights.taker(names, checkpoint=checkpoint)
-                takers.append(taker)
-                if writer is None or from_group:
-                    return taker.take
-                writer.begin(names)
-
-                def take(name: str, tensor: Tensor) -> None:
-                    writer.take(name, tensor)
-                    taker.take(name, tensor)
-
-                return take
+                if DELTA_HEAD in names:
+                    return delta.__setitem__
+                takers.append(weights.taker(names, checkpoint=bool(folder)))
+                return takers[0].take
 
             fetch_each(*arguments, begin)
-            tensors = takers[0].parts()
+            tensors = delta or takers[0].parts()
         else:
             tensors = fetch(*arguments)
-            if writer is not None and not from_group:
-                # Whole ones: only groups bring a rank's parts.
-                writer.store({n: each for n, each in tensors.items() if isinstance(each, Tensor)})
+        if origin is not None and stamp_of(folder, weights.limits) != origin.stamp:
+            raise WeightsError(
+                f"the files of {shown(folder)} changed while they were read; send them again"
+            )
+        if DELTA_HEAD in tensors:
+            return self._delta(tensors)
         try:
-            prepared = weights.prepare(tensors, checkpoint=checkpoint)
+            prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:
             if not update.part_of:
                 raise
-            return Fetched(tensors, origin, covers=False, converted=False)
-        return Fetched(prepared, origin, weights.covers(prepared))
+            return Fetched(
+                tensors, origin, covers=False, converted=False, amount=amount_of(tensors)
+            )
+        covers = weights.covers(prepared)
+        return Fetched(prepared, origin, covers, amount=amount_of(prepared))
+
+    def _past(self, source: PastWeights) -> Fetched:
+        """Return weights of the log. Raises WeightsError as `fetch`."""
+        if self.log is None:
+            raise WeightsError(
+                "there is no log of weights to roll back with; set engine.weight_log",
+                code="weights_unlogged",
+            )
+        prepared = self.manager.prepare(self.log.weights(source.version, source.run))
+        return Fetched(prepared, None, self.manager.covers(prepared))
+
+    def _arc(self, source: ArcWeights) -> Fetched:
+        """Return the weights of a delta in an arc format. Raises WeightsError as `fetch`."""
+        from ..runner.weights.arc import changed_by_arc
+
+        weights = self.manager
+        weights.check_base(source.base_version)
+        tensors = changed_by_arc(source.path, source.format, weights.base_of)
+        prepared, covers = weights.prepare(tensors), weights.covers(tensors)
+        amount = amount_of(tensors)
+        return Fetched(prepared, None, covers, base=source.base_version, amount=amount)
+
+    def _delta(self, payload: Mapping[str, NewWeight]) -> Fetched:
+        """Return the weights of a delta. Raises WeightsError as `fetch`."""
+        from ..runner.weights.received_delta import ReceivedDelta
+
+        weights = self.manager
+        check_stored(payload)
+        received = ReceivedDelta(payload, weights)  # type: ignore[arg-type]
+        prepared = weights.prepare(received.new_weights())
+        delta = received.delta
+        amount = delta.num_bytes, delta.elements
+        return Fetched(prepared, None, False, base=delta.head.base_version, amount=amount)
 
     def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no
@@ -209,3 +243,9 @@ class WeightChanges(Part):
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
         return replace(found, weight_version=self.manager.version)
+
+
+def amount_of(tensors: Mapping[str, NewWeight]) -> tuple[int, int]:
+    """Return the bytes and elements of whole tensors, as they came."""
+    sizes = [(each.nbytes, product(each.shape)) for each in tensors.values()]
+    return sum(size for size, _ in sizes), sum(number for _, number in sizes)

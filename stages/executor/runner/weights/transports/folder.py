@@ -24,7 +24,7 @@ from ...checkpoint import INDEX, UNREADABLE, WEIGHTS, Index
 from ..checks import UNLIMITED, WeightLimits
 from .layout import Begin, as_tensor, dtype_of, read_file, sizes_of, unhurried
 
-_DTYPES = {
+DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -39,9 +39,6 @@ _DTYPES = {
     "BOOL": "bool",
 }
 """The dtypes of safetensors."""
-
-STORED_DTYPES = {name: stored for stored, name in _DTYPES.items()}
-"""Their names in a file."""
 
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the format
 
@@ -103,6 +100,17 @@ def read_folder_each(path: str, limits: WeightLimits, begin: Begin) -> None:
                 for meta, (start, end) in unhurried(zip(layout.metas, layout.places, strict=True)):
                     data = read_file(file, layout.first + start, end - start)
                     take(meta.name, as_tensor(data, meta))
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file. Raises WeightsError if it can't be read."""
+    with readable(str(path)), opened(path) as file:
+        length = min(int.from_bytes(os.pread(file, 8, 0), "little"), _MOST_HEADER_BYTES)
+        try:
+            found = _names.decode(os.pread(file, length, 8)).get("__metadata__", b"{}")
+            return msgspec.json.decode(found, type=dict[str, str])
+        except UNREADABLE as error:
+            raise _not_whole(path, shown(str(error))) from None
 
 
 def _laid_out(path: str, limits: WeightLimits) -> list[tuple[Path, _Layout]]:
@@ -265,7 +273,7 @@ def _entries(
     except UNREADABLE as error:
         raise _not_whole(path, shown(str(error))) from None
     metas = [
-        TensorMeta(name, _DTYPES.get(entry.dtype, entry.dtype), entry.shape)
+        TensorMeta(name, DTYPES.get(entry.dtype, entry.dtype), entry.shape)
         for name, entry in unhurried(entries.items())
     ]
     places = [entry.data_offsets for entry in entries.values()]

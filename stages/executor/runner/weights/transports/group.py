@@ -146,8 +146,6 @@ class WeightGroups:
         self._members: dict[str, Member] = {}
         # Threads that join, cancelled joins included.
         self._joins = 0
-        # Also takes each tensor that comes.
-        self.tee: Callable[[str, Tensor], None] | None = None
 
     def join(self, wish: JoinWeightsGroup, device: torch.device) -> Future[None]:
         """Join a group on a thread of its own; one of the same name is left first.
@@ -277,15 +275,8 @@ class WeightGroups:
                 f"the executor is not in the group {shown(source.group)}; join it first, and "
                 "again after an update that failed"
             )
-        tee = self.tee
-
-        def take_both(name: str, tensor: Tensor) -> None:
-            if tee is not None:
-                tee(name, tensor)
-            take(name, tensor)
-
         try:
-            member.receive(source, time.monotonic() + timeout_s, limits, take_both)
+            member.receive(source, time.monotonic() + timeout_s, limits, take)
         except BaseException:
             member.skipped = True
             raise

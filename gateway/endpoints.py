@@ -100,6 +100,7 @@ def gateway_routes(
         PolicyRoute("GET /", "nothing", root),
         *probe_routes(readiness),
         PolicyRoute("GET /progressz", "nothing", progressz),
+        PolicyRoute("GET /liveness", "nothing", progressz),
         PolicyRoute("GET /metrics", "read", prometheus),
         PolicyRoute("GET /status", "read", status),
         *admin_routes(policy, config),

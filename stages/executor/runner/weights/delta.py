@@ -33,7 +33,12 @@ an element take more than its zeros then."""
 _LEVEL = 3
 """Zstandard's. Level 1 is 10 % larger, and level 9 four times as slow for 2 % less."""
 
-_NUMBERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_NUMBERS: dict[int, type[np.unsignedinteger]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
 
 Bits = NDArray[np.unsignedinteger]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -301,7 +301,7 @@ def _encode(name: str, old: Tensor, new: Tensor) -> tuple[DeltaEntry, Tensor]:
     return entry, _tensor_of(_compressed(raw))
 
 
-def _planes(numbers: Bits) -> bytes:
+def _planes(numbers: NDArray[Any]) -> bytes:
     """Return the first bytes of all numbers, then the second ones, and so on: the high bytes of
     gaps and of changes are mostly zero, and alike compresses best beside alike."""
     width = numbers.dtype.itemsize

@@ -20,22 +20,13 @@ from ..bus.kv_events import KVEventEntry
 from ..bus.public import DEFAULT_TENANT, Completion, KVSessionResult, Output, SessionAction
 from ..bus.shards import Layout
 from ..bus.weights import (
-    DeltaWeights,
     InFlight,
     StagedWeights,
     WeightsSource,
     check_in_flight,
     source_of,
 )
-from ..config import (
-    AdapterError,
-    BusConfig,
-    ConfigError,
-    FairnessConfig,
-    ModelConfig,
-    ReplicaRole,
-    WeightsError,
-)
+from ..config import AdapterError, BusConfig, ConfigError, FairnessConfig, ModelConfig, ReplicaRole
 from ..store.loaded_adapter import LoadedAdapter
 from ..store.service import LaneService
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
@@ -48,13 +39,11 @@ from .stage_control import (
     Body,
     Recipients,
     StageControl,
+    check_size,
     least_version,
     load_adapter_together,
     update_weights_together,
 )
-
-MOST_DELTA_BYTES = 64 << 20
-"""The most bytes of a delta in a message: a server passes one message at a time."""
 
 ANSWER_S = 30.0
 """Longest wait for the answers of all lanes to a short operation."""
@@ -321,7 +310,7 @@ class BusClient(Submitter):
         """
         check_in_flight(in_flight)
         with source_of(weights) as source:
-            self._check_size(source)
+            check_size(self.bus, source)
             update = control.UpdateWeights(source, in_flight, version, partial, timeout_s)
             executors = await self._control.ready_recipients("executor", ANSWER_S, lane)
             if len(executors) == 1:
@@ -394,19 +383,9 @@ class BusClient(Submitter):
             WeightsError: It could not be fetched, or does not fit the model.
             BusError: A lane did not answer.
         """
-        self._check_size(weights)
+        check_size(self.bus, weights)
         part = control.UpdateWeights(weights, partial=True, timeout_s=timeout_s, part_of=update)
         await self._operate("executor", part, timeout_s + ANSWER_S, lane=lane)
-
-    def _check_size(self, source: WeightsSource | StagedWeights) -> None:
-        """Raises WeightsError for a delta that is too large for a message through a server."""
-        if isinstance(source, DeltaWeights) and self.bus.durable:
-            size = sum(len(data) for _, data in source.tensors)
-            if size > MOST_DELTA_BYTES:
-                raise WeightsError(
-                    f"the delta has {size} bytes, and a message may have {MOST_DELTA_BYTES}; send "
-                    "it by delta.save(path), SharedWeights(delta) or a group"
-                )
 
     async def weight_version(self, *, lane: str | None = None) -> int:
         """Return the version of the current weights; the smallest of several lanes.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
     from .bus.public import Session as Session
+    from .bus.weights import ArcWeights as ArcWeights
     from .bus.weights import FolderWeights as FolderWeights
     from .bus.weights import PastWeights as PastWeights
     from .config import Config as Config
@@ -66,7 +67,7 @@ _NAMES = {
         ChatMessage Completion CompletionChunk EmbedParams Fork GenerateRequest KVSession
         KVSessionResult Session
     """,
-    ".bus.weights": "FolderWeights PastWeights",
+    ".bus.weights": "ArcWeights FolderWeights PastWeights",
     ".config": """
         Config Constraint EngineConfig NanoInferenceError RequestError SamplingParams
         SchedulerConfig WeightsError load_config

@@ -66,6 +66,9 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
         adapter_folder: Folder whose subfolders are LoRA adapters, in PEFT's format. A call that
             names one in `model` has it loaded (docs/adapters.md); executors read the same path.
             "": only loaded adapters can be named.
+        chat_template_in_requests: Whether a call may bring its own chat template
+            (`chat_template`). A template is a program: it runs in a process of its own, within
+            Jinja's sandbox and `template_timeout_s`.
         template_timeout_s: CPU time limit of the chat template for one conversation.
         allowed_hosts: Host names of the gateway, without a port, besides addresses, "localhost",
             `host` and the machine's name.
@@ -126,6 +129,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     continue_by_tokens: bool = False
     model_aliases: dict[str, str] = {}  # noqa: RUF012
     adapter_folder: str = ""
+    chat_template_in_requests: bool = False
     template_timeout_s: Seconds = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

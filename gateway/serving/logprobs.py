@@ -35,7 +35,7 @@ def logprobs_by_id(tokens: Sequence[TokenRecord], names: TokenNames) -> list[dic
             (top.token_id, top.logprob, rank) for rank, top in enumerate(token.top, 1)
         ]
         if all(token_id != token.token_id for token_id, _, _ in ranked):
-            ranked.insert(0, (token.token_id, token.logprob, None))
+            ranked.insert(0, (token.token_id, token.logprob, token.rank))
         return {
             str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": names.name(token_id)}
             for token_id, logprob, rank in ranked

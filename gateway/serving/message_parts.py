@@ -21,6 +21,7 @@ class TokenRecord(NamedTuple):
         top: The likeliest tokens at its place; empty if they were not requested.
         version: The version of the weights that sampled it.
         text: The text that it adds; "" for a special token.
+        rank: Its place among all tokens, from 1; None if unknown.
     """
 
     token_id: int
@@ -28,6 +29,7 @@ class TokenRecord(NamedTuple):
     top: Sequence[TokenLogprob]
     version: int = 0
     text: str = ""
+    rank: int | None = None
 
 
 class NewParts(NamedTuple):

@@ -9,6 +9,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from ....bus.public import (
     Completion,
     CompletionChunk,
@@ -17,9 +19,11 @@ from ....bus.public import (
     Output,
     Usage,
 )
+from ....bus.targets import target_array
 from ....text.messages import Delta, MessageFormat
 from ...call import Account
 from ...server.measures import Measures
+from ...serving.arrays import npy_text
 from ...serving.logprobs import (
     TextLogprobs,
     TokenNames,
@@ -73,6 +77,8 @@ class ChoicesWriter:
         """Return the whole answer. Args: `completions` are in the order of the prompts."""
         choices: list[Answer] = []
         reasoning = 0
+        if self.call.fork is not None:
+            self.prompts = [completion.prompt_token_ids for completion in completions]
         for prompt, completion in enumerate(completions):
             prompt_logprobs = self._prompt_logprobs(prompt, completion)
             for sample in all_samples(completion, self.call.n):
@@ -81,6 +87,7 @@ class ChoicesWriter:
                 choice.end(sample, completion)
                 choices.append(choice.take())
                 if self.call.kind == "completions":
+                    choices[-1] |= self._targets(completion)
                     choices[-1]["prompt_logprobs"] = prompt_logprobs
                     choices[-1].setdefault("prompt_token_ids", None)
                 reasoning += choice.reasoning_tokens
@@ -88,6 +95,8 @@ class ChoicesWriter:
         reads = self.call.reading is not None
         usage = self.usage(completions, reasoning if reads else None)
         answer |= {"choices": choices, "usage": usage}
+        if self.call.fork is not None and (origin := completions[0].fork) is not None:
+            answer["fork"] = msgspec.to_builtins(origin)
         if self.call.kind != "generate":
             answer |= _UNSET | (_UNSET_OF_CHATS if self.call.chat else {})
         answer |= self.shown_prompt()
@@ -95,6 +104,8 @@ class ChoicesWriter:
             answer["prompt_token_ids"] = self.prompts[0]
         if self.call.prompt_logprobs and self.call.kind != "completions":
             answer["prompt_logprobs"] = self._prompt_logprobs(0, completions[0])
+        if self.call.kind != "completions":
+            answer |= self._targets(completions[0])
         return answer
 
     def head(self, version: int | None, *, chunk: bool) -> Answer:
@@ -192,7 +203,19 @@ class ChoicesWriter:
         token_ids = self.prompts[prompt]
         if isinstance(token_ids, str) or output.prompt_logprobs is None:
             return []
-        return records_of(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
+        records = records_of(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
+        ranks = output.prompt_token_ranks or [None] * len(records)
+        return [each._replace(rank=rank) for each, rank in zip(records, ranks, strict=True)]
+
+    def _targets(self, completion: Completion) -> Answer:
+        """Return the logprobs of targets in the prompt, if there are any."""
+        wanted, found = (
+            self.call.sampling.prompt_logprob_token_ids,
+            completion.prompt_token_id_logprobs,
+        )
+        if wanted is None or found is None:
+            return {}
+        return {"prompt_token_id_logprobs": npy_text(target_array(wanted, found))}
 
     def _prompt_logprobs(self, prompt: int, completion: Completion) -> list[Any] | None:
         if not self.call.prompt_logprobs or self.names is None:

@@ -70,7 +70,12 @@ class RenderCalls:
         wanted, _, _ = await self._read_chat(call, fields.chat_request)
         made = fields.generate_response
         return await self._answer(
-            wanted, [made], [fields.prompt_token_ids], [fields.prompt_tokens], "generate_response"
+            wanted,
+            call.tenant,
+            [made],
+            [fields.prompt_token_ids],
+            [fields.prompt_tokens],
+            "generate_response",
         )
 
     async def text_of_tokens(self, call: Call) -> Response:
@@ -90,7 +95,7 @@ class RenderCalls:
             lists.append([None] * number if given is None else given)
         ids, texts = lists
         answers = fields.generate_responses
-        return await self._answer(wanted, answers, ids, texts, "generate_responses")
+        return await self._answer(wanted, call.tenant, answers, ids, texts, "generate_responses")
 
     async def _body(self, call: Call) -> Body:
         return await read_object(call, self._services.config.gateway.max_body_bytes)
@@ -151,6 +156,7 @@ class RenderCalls:
     async def _answer(
         self,
         wanted: ChoicesCall,
+        tenant: str,
         generated: Sequence[Generated],
         prompts: Sequence[Sequence[int] | None],
         prompt_tokens: Sequence[int | None],
@@ -161,7 +167,7 @@ class RenderCalls:
             raise field_error(where, "is empty; give an answer of /inference/v1/generate")
         tokenizer, form = await services.tokenizer.required(), None
         if wanted.reading is not None:
-            form = await services.tokenizer.message_format()
+            form = await services.templates.form(wanted.template, tenant)
         each_n = {len(each.choices) for each in generated}
         n, most = max(each_n), services.config.gateway.max_prompts
         if len(each_n) > 1 or not 0 < n * len(generated) <= most:

@@ -81,7 +81,7 @@ class Generation:
                 wanted.request, request_id=bus_id(caller, wanted.id), tenant=tenant, images=images
             )
             request = await as_submitted(services, request, as_tokens=wanted.needs_token_ids)
-            wanted = msgspec.structs.replace(wanted, request=request)
+            wanted = msgspec.structs.replace(wanted, request=wanted.with_targets(request))
             writers.append(PromptWriter(wanted, tokenizer, self._labels))
             if len(writers) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()

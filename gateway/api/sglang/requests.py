@@ -12,7 +12,7 @@ import msgspec
 from ....bus.public import GenerateRequest
 from ....config import Config, Constraint, Int64, RequestError, SamplingParams
 from ...call import Call
-from ...server.http import convert, field_error, read_object
+from ...server.http import FieldError, convert, field_error, read_object
 from ...serving.constraints import of_grammar, the_one
 from ...serving.fields import EMPTY, Body, RefusedField, convert_part, read_part
 from ...serving.images import ImageSource, of_base64, of_url
@@ -86,7 +86,6 @@ class SGLangBody(msgspec.Struct, frozen=True):
         "return_hidden_states": RefusedField("hidden states stay in the engine"),
         "return_routed_experts": RefusedField("experts are not reported"),
         "session_params": RefusedField("a prompt is sent whole; prefixes are cached"),
-        "token_ids_logprob": RefusedField("give `top_logprobs_num`"),
     }
 
     rid: str | list[str] | None = None
@@ -97,6 +96,8 @@ class SGLangBody(msgspec.Struct, frozen=True):
     return_logprob: bool | list[bool] = False
     logprob_start_len: Int64 | list[Int64] = -1
     top_logprobs_num: Int64 | list[Int64] = 0
+    # Of one prompt, of each prompt, or of all of them.
+    token_ids_logprob: list[Int64 | list[Int64] | None] | None = None
     return_text_in_logprobs: bool = False
     stream: bool = False
     priority: Int64 = 0
@@ -155,6 +156,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: Whether logprobs are shown.
         logprob_start: The first place of the prompt's logprobs; -1 for none.
         token_texts: Whether logprobs come with the tokens' texts.
+        target_ids: Token ids whose logprobs are shown at each place of the prompt's; () for none.
         images: The images of the prompt, in order.
     """
 
@@ -165,12 +167,14 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     logprob_start: int
     token_texts: bool
+    target_ids: tuple[int, ...] = ()
     images: list[ImageSource] = []
 
     @property
     def top_logprobs(self) -> int:
         """The number of likeliest tokens shown at each position."""
-        return self.request.sampling.logprobs
+        sampling = self.request.sampling
+        return (sampling.prompt_logprobs or 0) if self.scores_only else sampling.logprobs
 
     @property
     def trim_stop(self) -> bool:
@@ -191,6 +195,16 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     def needs_tokenizer(self) -> bool:
         """Whether the answer takes the tokenizer."""
         return not self.plain_text or bool(self.request.sampling.stop) or self.token_texts
+
+    def with_targets(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request whose prompt is token ids with the targets at its positions."""
+        if not self.target_ids:
+            return request
+        number = max(len(request.prompt_token_ids or ()) - 1 - self.logprob_start, 0)
+        sampling = msgspec.structs.replace(
+            request.sampling, prompt_logprob_token_ids=(self.target_ids,) * number
+        )
+        return msgspec.structs.replace(request, sampling=sampling)
 
     @property
     def needs_token_ids(self) -> bool:
@@ -243,6 +257,7 @@ def read_call(body: Body, max_prompts: int) -> BatchCall:
         _each(fields.return_logprob, "return_logprob", count),
         _each(fields.logprob_start_len, "logprob_start_len", count),
         _each(fields.top_logprobs_num, "top_logprobs_num", count),
+        _targets(fields.token_ids_logprob, count),
         _each(fields.extra_key, "extra_key", count),
         _each(fields.lora_path, "lora_path", count),
         _images(fields.image_data, count, batch),
@@ -259,10 +274,22 @@ def _prompt_calls(
 ) -> Iterator[PromptCall]:
     samples = 0
     for row in rows:
-        prompt, request_id, (own, params), logprobs, start, top, extra_key, adapter, images = row
+        prompt, request_id, (own, params), logprobs, start, top, ids, extra_key, adapter, images = (
+            row
+        )
         samples += max(1, own.n)
         _check_number(samples, max_prompts)
         start, top = (start, top) if logprobs else (-1, 0)
+        scores_only = params.max_tokens == 0
+        if ids and min(ids) < 0:
+            raise field_error("token_ids_logprob", "holds an id below 0")
+        if ids and not (scores_only and start >= 0):
+            raise FieldError(
+                "token_ids_logprob takes return_logprob, logprob_start_len from 0 and "
+                "max_new_tokens 0: ids are scored at places of the prompt, not at sampled tokens",
+                param="token_ids_logprob",
+                code="unsupported",
+            )
         request = GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
@@ -270,8 +297,9 @@ def _prompt_calls(
             sampling=msgspec.structs.replace(
                 params,
                 max_tokens=params.max_tokens or 1,
-                logprobs=top,
+                logprobs=0 if scores_only else top,
                 prompt_logprobs=top if start >= 0 else None,
+                prompt_logprob_start=max(start, 0),
             ),
             stream=fields.stream,
             priority=fields.priority,
@@ -282,12 +310,21 @@ def _prompt_calls(
             id=request_id,
             request=request,
             own=own,
-            scores_only=params.max_tokens == 0,
+            scores_only=scores_only,
             logprobs=logprobs,
             logprob_start=start,
             token_texts=logprobs and fields.return_text_in_logprobs,
+            target_ids=tuple(ids or ()),
             images=images,
         )
+
+
+def _targets(given: list[Any] | None, count: int) -> list[list[int] | None]:
+    """Return the `token_ids_logprob` of each prompt; a list of ids is for all of them."""
+    if not given or isinstance(given[0], int):
+        given = [given] * count
+    kind = list[list[Int64] | None]
+    return convert_part(_each(given, "token_ids_logprob", count), kind, "token_ids_logprob")
 
 
 def _check_number(prompts: int, max_prompts: int) -> None:

@@ -9,6 +9,7 @@ import os
 
 from ....bus import control
 from ....bus.weights import (
+    ArcWeights,
     DeltaWeights,
     FolderWeights,
     GroupWeights,
@@ -99,7 +100,7 @@ def check_path(path: str) -> None:
 
 def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -> None:
     match source:
-        case FolderWeights(path):
+        case FolderWeights(path=path) | ArcWeights(path=path):
             check_path(path)
         case SharedMemoryWeights(segments, tensors):
             limits.check_tensors(len(tensors))

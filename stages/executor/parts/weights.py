@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....bus.control import ReplicaCapacity, UpdateWeights
 from ....bus.parts.weights import WeightsPlan
-from ....bus.weights import FolderWeights, PastWeights
+from ....bus.weights import ArcWeights, FolderWeights, PastWeights
 from ....config import WeightsError, shown
 from ..driver.step import LaunchedStep
 from ..runner.shards import NewWeight, product
@@ -135,6 +135,8 @@ class WeightChanges(Part):
         source, weights = update.source, self.manager
         if isinstance(source, PastWeights):
             return self._past(source)
+        if isinstance(source, ArcWeights):
+            return self._arc(source)
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
         origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
@@ -180,6 +182,17 @@ class WeightChanges(Part):
             )
         prepared = self.manager.prepare(self.log.weights(source.version, source.run))
         return Fetched(prepared, None, self.manager.covers(prepared))
+
+    def _arc(self, source: ArcWeights) -> Fetched:
+        """Return the weights of a delta in an arc format. Raises WeightsError as `fetch`."""
+        from ..runner.weights.arc import changed_by_arc
+
+        weights = self.manager
+        weights.check_base(source.base_version)
+        tensors = changed_by_arc(source.path, source.format, weights.base_of)
+        prepared, covers = weights.prepare(tensors), weights.covers(tensors)
+        amount = amount_of(tensors)
+        return Fetched(prepared, None, covers, base=source.base_version, amount=amount)
 
     def _delta(self, payload: Mapping[str, NewWeight]) -> Fetched:
         """Return the weights of a delta. Raises WeightsError as `fetch`."""

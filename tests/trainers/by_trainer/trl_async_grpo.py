@@ -11,12 +11,16 @@ import sys
 from pathlib import Path
 
 import requests
+import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 url, run, folder = sys.argv[1:]
+
+# The trainer reads the device's name, for the speed of which it has a table.
+torch.cuda.get_device_name = lambda device=None: "cpu"
 
 
 def reward(completions: list[object], **_: object) -> list[float]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ...fake import Client, FakeEngine, app_of, http_of, poster
 from ...made import LOGPROBS, TOKENS
@@ -51,6 +55,19 @@ async def test_logprobs_name_tokens_by_their_ids(http: Client) -> None:
     first, *rest = answer["prompt_logprobs"]
     assert first is None
     assert [set(place) for place in rest] == [{"8", "9"}, {"9"}]
+
+
+async def test_logprobs_of_targets_are_an_array(http: Client) -> None:
+    asked = {"prompt_logprob_token_ids": [[4, -1, 5], [6]]}
+    inf = -np.inf
+    answer = await posted(http, sampling_params=asked)
+    found = np.load(io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"])))
+    assert (found.dtype, found.tolist()) == (np.float32, [[-0.5, inf, -1.5], [-2.5, inf, inf]])
+    completion = await http.post("/v1/completions", json={"prompt": [7, 8, 9]} | asked)
+    (choice,) = completion.json()["choices"]
+    assert choice["prompt_token_id_logprobs"] == answer["prompt_token_id_logprobs"]
+    body = {"token_ids": [7, 8, 9], "sampling_params": asked, "stream": True}
+    assert refusal(await http.post(PATH, json=body))[0] == "invalid_request"
 
 
 async def test_a_stream_is_the_answer_in_pieces(http: Client) -> None:

@@ -128,9 +128,6 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     invalid("logprobs", logprobs=2),
     invalid("chat_template", "unsupported", chat_template="{{ 1 }}"),
     invalid(
-        "chat_template_kwargs.thinking", "unsupported", chat_template_kwargs={"thinking": False}
-    ),
-    invalid(
         "chat_template_kwargs.tokenize", "unsupported", chat_template_kwargs={"tokenize": True}
     ),
     invalid("continue_final_message", continue_final_message=True, add_generation_prompt=True),

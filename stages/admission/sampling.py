@@ -27,7 +27,6 @@ class SamplingLimits:
         self._stop_token_ids = stop_token_ids
         self._max_result_bytes = config.bus.max_result_bytes
         self._has_reference = bool(config.engine.reference_model_path)
-        self._returns_masks = config.engine.return_sampling_mask
 
     def __call__(
         self, request: GenerateRequest, num_prompt_tokens: int, capacity: ReplicaCapacity
@@ -67,8 +66,6 @@ class SamplingLimits:
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             constraint=None if constraint is None else plain(constraint),
-            return_sampling_mask=sampling.return_sampling_mask
-            or (self._returns_masks and sampling.is_limited),
         )
         if resolved.forced_tokens:
             check_forced_tokens(resolved)

@@ -76,15 +76,13 @@ def test_each_token_has_its_support_and_its_mass(engine: InferenceEngine) -> Non
 
 def test_a_support_that_is_too_large_has_an_empty_mask() -> None:
     config = EngineConfig(
-        model_path=str(short_model.folder()),
-        dtype="float32",
-        max_sampling_mask=3,
-        return_sampling_mask=True,
+        model_path=str(short_model.folder()), dtype="float32", max_sampling_mask=3
     )
     with InferenceEngine(config) as engine:
-        params = replace(LIMITED, return_sampling_mask=False, temperature=0.5)
-        sample, free = engine.generate([PROMPT, PROMPT], [params, FREE])
-    assert free.sampling_masks is None, "nothing is cut"
+        params = replace(LIMITED, temperature=0.5)
+        free = replace(FREE, return_sampling_mask=True)
+        sample, other = engine.generate([PROMPT, PROMPT], [params, free])
+    assert ids_of(other.sampling_masks) == [[]] * 12, "without limits it is the whole vocabulary"
     assert sample.support_logprobs is not None
     lengths = [len(mask) for mask in ids_of(sample.sampling_masks)]
     assert {0} < set(lengths) <= {0, 1, 2, 3}

@@ -24,6 +24,7 @@ from ...serving.logprobs import (
     TextLogprobs,
     TokenNames,
     logprobs_by_id,
+    mask_ids,
     token_entries,
 )
 from ...serving.message_parts import MessageParts, NewParts, TokenRecord, records_of
@@ -340,6 +341,8 @@ class Choice:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
+        if call.sampling.return_sampling_mask:
+            choice["sampling_mask"] = [mask_ids(token.mask or b"") for token in tokens]
         if call.fields.return_weight_versions:
             choice["weight_versions"] = version_spans(tokens, self._sent_tokens)
         self.begun = True

@@ -102,12 +102,23 @@ class SGLangBody(msgspec.Struct, frozen=True):
     budget_ms: float | None = None
 
 
+class CustomParams(msgspec.Struct, frozen=True):
+    """`custom_params`: all but slime's are for custom logit processors, of which there are none.
+
+    Attributes:
+        return_top_p_token_ids: Return sampling masks, and logprobs of the support alone.
+    """
+
+    OPEN: ClassVar = True
+
+    return_top_p_token_ids: bool = False
+
+
 class SGLangSampling(msgspec.Struct, frozen=True):
     """`sampling_params` of `/generate`: SGLang's SamplingParams."""
 
     SAMPLING: ClassVar = SGLANG
     NEUTRAL: ClassVar = {
-        "custom_params": "only custom logit processors read them",
         "spaces_between_special_tokens": "only for slow tokenizers",
     }
     REFUSED: ClassVar = {
@@ -122,6 +133,7 @@ class SGLangSampling(msgspec.Struct, frozen=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    custom_params: CustomParams = CustomParams()
 
 
 class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +147,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: Whether logprobs are shown.
         logprob_start: The first place of the prompt's logprobs; -1 for none.
         token_texts: Whether logprobs come with the tokens' texts.
+        within_support: Whether logprobs are of the support alone.
     """
 
     id: str
@@ -144,6 +157,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     logprob_start: int
     token_texts: bool
+    within_support: bool = False
 
     @property
     def top_logprobs(self) -> int:
@@ -262,6 +276,7 @@ def _prompt_calls(
             logprobs=logprobs,
             logprob_start=start,
             token_texts=logprobs and fields.return_text_in_logprobs,
+            within_support=own.custom_params.return_top_p_token_ids,
         )
 
 
@@ -279,6 +294,8 @@ def _read_sampling(given: Body) -> tuple[SGLangSampling, SamplingParams]:
     constraint = _constraint(own)
     default = DEFAULT_MAX_NEW_TOKENS
     params = read_sampling(given, SGLANG, _SAMPLING, max_tokens=default, constraint=constraint)
+    if own.custom_params.return_top_p_token_ids:
+        params = msgspec.structs.replace(params, return_sampling_mask=True)
     return own, params
 
 

@@ -181,6 +181,12 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             folder. 0 is ten times the model's tensors, each expert counted, plus 10,000.
         max_weight_bytes: Limit on their bytes together. 0 is the model's size in float64, plus 1
             GiB.
+        weight_log: Folder of the log of weights, which has every version, so that restarted
+            executors catch up and past tokens can be computed again (docs/weights.md); "" for none.
+        weight_log_snapshot_every: Deltas between two snapshots of the log.
+        weight_log_max_versions: The most versions in the log; the oldest ones are dropped. The
+            newest snapshot and its deltas stay in any case.
+        weight_log_max_bytes: The most bytes of the log, likewise.
         reference_model_path: A second model, as `model_path`, that is never updated and computes
             `ref_logprobs` of every finished sample; "" for none. It takes memory for its weights
             and the KV of one sequence of `max_model_len`. "unquantized": the model's own weights
@@ -265,6 +271,10 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     deterministic: bool | Literal["auto"] = "auto"
     max_weight_tensors: NonNegativeInt = 0
     max_weight_bytes: NonNegativeInt = 0
+    weight_log: str = ""
+    weight_log_snapshot_every: PositiveInt = 16
+    weight_log_max_versions: PositiveInt = 1000
+    weight_log_max_bytes: PositiveInt = 64 << 30
     reference_model_path: str = ""
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
     max_adapters: PositiveInt = 32

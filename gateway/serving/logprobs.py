@@ -47,7 +47,7 @@ def logprobs_by_id(tokens: Sequence[TokenRecord], names: TokenNames) -> list[dic
             (top.token_id, top.logprob, rank) for rank, top in enumerate(token.top, 1)
         ]
         if all(token_id != token.token_id for token_id, _, _ in ranked):
-            ranked.insert(0, (token.token_id, token.logprob, None))
+            ranked.insert(0, (token.token_id, token.logprob, token.rank))
         return {
             str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": names.name(token_id)}
             for token_id, logprob, rank in ranked
@@ -105,7 +105,8 @@ def token_entries(tokens: Sequence[TokenRecord], names: TokenNames | None) -> li
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         if names is None:
-            return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
+            named = {"token": f"token_id:{token_id}", "token_id": token_id}
+            return named | {"logprob": logprob, "bytes": None}
         bytes_ = list(names.bytes(token_id))
         return {"token": names.name(token_id), "logprob": logprob, "bytes": bytes_}
 

@@ -23,6 +23,7 @@ class TokenRecord(NamedTuple):
         text: The text that it adds; "" for a special token.
         support: Log S at its place; None without limits of the choice.
         mask: Its sampling mask; None if it was not requested.
+        rank: Its place among all tokens, from 1; None if unknown.
     """
 
     token_id: int
@@ -32,6 +33,7 @@ class TokenRecord(NamedTuple):
     text: str = ""
     support: float | None = None
     mask: bytes | None = None
+    rank: int | None = None
 
 
 class NewParts(NamedTuple):

@@ -16,6 +16,7 @@ from .checks import (
     check_min_tokens,
     check_result_size,
     check_sample_seeds,
+    check_targets,
 )
 
 
@@ -35,7 +36,8 @@ class SamplingLimits:
 
         Raises:
             RequestError: prompt_too_long, exceeds_kv_capacity, invalid_min_tokens,
-                result_too_large, invalid_forced_tokens.
+                result_too_large, invalid_forced_tokens, invalid_prompt_logprob_token_ids,
+                invalid_prompt_logprob_start.
         """
         sampling = request.sampling
         most = capacity.max_model_len - num_prompt_tokens
@@ -55,6 +57,8 @@ class SamplingLimits:
                 f"cache and the lane has {slots}; {advice}, or give the engine more memory",
                 code="exceeds_kv_capacity",
             )
+        if sampling.scores_prompt or sampling.prompt_logprob_start:
+            check_targets(sampling, num_prompt_tokens, capacity.vocab_size)
         stop_token_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids

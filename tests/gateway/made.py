@@ -82,6 +82,13 @@ def chunk(request: GenerateRequest, index: int, place: int, number: int = 1) -> 
 def scores(request: GenerateRequest) -> dict[str, Any]:
     """Logprobs of the prompt, if they are requested."""
     number, token_ids = request.sampling.prompt_logprobs, request.prompt_token_ids
+    if (targets := request.sampling.num_targets) is not None:
+        logprobs = [-0.5 - place for place in range(targets)]
+        return {"prompt_token_id_logprobs": struct.pack(f"<{targets}f", *logprobs)} | (
+            {"prompt_logprobs": (None,) + (-1.0,) * (len(token_ids or ()) - 1)}
+            if number is not None
+            else {}
+        )
     if number is None or token_ids is None:
         return {}
     found: dict[str, Any] = {

@@ -15,6 +15,7 @@ from itertools import accumulate, chain, starmap
 from typing import Any, assert_never
 
 import msgspec
+import numpy as np
 
 from ....bus.public import (
     TOKEN_COLUMNS,
@@ -90,7 +91,7 @@ class PromptWriter:
         """Return the number of tokens that an answer lists."""
         tokens = sum(len(each.token_ids) for each in samples)
         tokens += len(completion.prompt_logprobs or ())
-        return tokens * (1 + self.wanted.top_logprobs)
+        return tokens * (1 + self.wanted.top_logprobs + len(self.wanted.target_ids))
 
     def growing(self, sample_index: int) -> Growing:
         """Return a sample of a stream."""
@@ -175,7 +176,18 @@ class PromptWriter:
             meta["cached_completion_tokens"] = len(sample.token_ids)
         if self.wanted.logprobs:
             meta |= self._prompt_logprobs(completion) | self._ref_logprobs(completion, sample)
+        if self.wanted.target_ids:
+            meta |= self._targets(completion)
         return answer
+
+    def _targets(self, completion: Completion) -> Answer:
+        """Return the logprobs of targets at the places of `_prompt_logprobs`."""
+        found, ids = completion.prompt_token_id_logprobs, self.wanted.target_ids
+        if found is None:
+            return {"input_token_ids_logprobs": [], "output_token_ids_logprobs": []}
+        rows = np.frombuffer(found, "<f4").reshape(-1, len(ids)).tolist()
+        entries = [[*map(self._entry, row, ids)] for row in rows]
+        return {"input_token_ids_logprobs": [None, *entries], "output_token_ids_logprobs": []}
 
     def _prompt_logprobs(self, completion: Completion) -> Answer:
         """Return the prompt's logprobs from `logprob_start` on. The first has none, as SGLang's."""

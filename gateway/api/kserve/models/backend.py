@@ -111,6 +111,10 @@ def read_sampling(
         raise unsupported(
             f"{where}.prompt_logprobs", "the model for scores returns the logprobs of given tokens"
         )
+    if params.prompt_logprob_token_ids is not None:
+        raise unsupported(
+            f"{where}.prompt_logprob_token_ids", "give them to the model for scores as target_ids"
+        )
     if params.logprobs and not tops:
         raise unsupported(
             f"{where}.logprobs", "only the logprobs of the sampled tokens are returned"

@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from .....bus.public import EmbedParams, GenerateRequest
+from .....bus.targets import target_array
 from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
 from .....pipeline.engine_requests import params_to_score, token_ids_to_score
@@ -52,6 +53,7 @@ LOGPROBS = "logprobs"
 REF_LOGPROBS = "ref_logprobs"
 SUPPORT_LOGPROBS = "support_logprobs"
 SAMPLING_MASK, SAMPLING_MASK_SIZES = "sampling_mask", "sampling_mask_sizes"
+TARGET_LOGPROBS = "target_logprobs"
 FINISH_REASON = "finish_reason"
 WEIGHT_VERSION = "weight_version"
 
@@ -215,7 +217,8 @@ def _masks(samples: Sequence[Sequence[bytes]]) -> Iterator[NamedTensor]:
 
 
 class ScoreModel(EngineModel):
-    """Returns the logprobs of a completion's tokens after a prompt.
+    """Returns the logprobs of a completion's tokens after a prompt, and of targets at their
+    positions: a row of ids for each token, in which -1 asks for nothing.
 
     Of the sampling parameters only the temperature counts. The reference model's logprobs are
     returned if there is one.
@@ -223,10 +226,12 @@ class ScoreModel(EngineModel):
 
     prompt_ids = TensorSpec("prompt_ids", "INT64", (-1,))
     completion_ids = TensorSpec("completion_ids", "INT64", (-1,))
+    target_ids = TensorSpec("target_ids", "INT64", (-1, -1), optional=True)
     suffix = ".score"
-    inputs = (prompt_ids, completion_ids, SAMPLING)
+    inputs = (prompt_ids, completion_ids, target_ids, SAMPLING)
     outputs = (
         TensorSpec(LOGPROBS, "FP32", (-1,)),
+        TensorSpec(TARGET_LOGPROBS, "FP32", (-1, -1)),
         TensorSpec(REF_LOGPROBS, "FP32", (-1,)),
         TensorSpec(WEIGHT_VERSION, "INT64", (1,)),
     )
@@ -239,7 +244,10 @@ class ScoreModel(EngineModel):
             for spec in (self.prompt_ids, self.completion_ids)
         )
         token_ids_to_score([prompt], [completion_ids])
-        (params,) = params_to_score(sampling, 1)
+        (params,) = params_to_score(sampling, [prompt])
+        targets = self._targets(call, len(completion_ids))
+        if targets is not None:
+            params = msgspec.structs.replace(params, prompt_logprob_token_ids=targets)
         request = await self._request(call, (*prompt, *completion_ids), (1, params))
         completion = await self._complete(call, request)
         if completion.prompt_logprobs is None:
@@ -249,9 +257,22 @@ class ScoreModel(EngineModel):
             numbers(LOGPROBS, "FP32", found.logprobs),
             numbers(WEIGHT_VERSION, "INT64", [found.weight_version]),
         ]
+        if (scored := completion.prompt_token_id_logprobs) is not None and targets is not None:
+            outputs.append(NamedTensor(TARGET_LOGPROBS, target_array(targets, scored)))
         if found.ref_logprobs is not None:
             outputs.append(numbers(REF_LOGPROBS, "FP32", found.ref_logprobs))
         await answer(outputs)
+
+    def _targets(self, call: ModelCall, num_tokens: int) -> tuple[tuple[int, ...], ...] | None:
+        """Return the targets at each token of the completion; None if there are none."""
+        if (given := call.request.input(self.target_ids.name)) is None:
+            return None
+        if given.shape[0] != num_tokens:
+            raise TensorError(
+                f"{self.target_ids.name} has {given.shape[0]} rows for {num_tokens} tokens in "
+                f"{self.completion_ids.name}; give one for each"
+            )
+        return tuple(map(tuple, given.tolist()))
 
 
 def _logprobs(delta: SampleDelta, names: TokenNames) -> str:

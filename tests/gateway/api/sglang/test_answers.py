@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,24 @@ def test_scores_alone() -> None:
     assert (meta["completion_tokens"], meta["finish_reason"]["length"]) == (0, 0)
     assert [entry[0] for entry in meta["input_token_logprobs"]] == [None, -1.0, -2.0, -3.0]
     assert meta["weight_version"] == "3"
+
+
+def test_logprobs_of_given_ids_from_a_place_on() -> None:
+    writer = answers(
+        return_logprob=True,
+        logprob_start_len=1,
+        token_ids_logprob=[7, 9],
+        sampling_params={"max_new_tokens": 0},
+    )
+    request = writer.wanted.with_targets(writer.wanted.request)
+    assert request.sampling.prompt_logprob_token_ids == ((7, 9), (7, 9))
+    found = np.array([-1, -2, -3, -4], np.float32).tobytes()
+    meta = told(writer, prompt_logprobs=PROMPT, prompt_token_id_logprobs=found)["meta_info"]
+    assert meta["input_token_ids_logprobs"] == [
+        None,
+        [(-1.0, 7, None), (-2.0, 9, None)],
+        [(-3.0, 7, None), (-4.0, 9, None)],
+    ]
 
 
 def test_several_samples_share_cached_tokens() -> None:

@@ -19,9 +19,9 @@ from ...bus.public import (
     GenerateRequest,
     Output,
     TokenLogprob,
+    mask_ids,
     token_columns,
 )
-from ..serving.logprobs import mask_ids
 from ..serving.tokenizer import Tokenizer
 from .block_list import BlockList, Scanner, context_chars
 

@@ -10,11 +10,6 @@ from .message_parts import TokenRecord
 from .tokenizer import Tokenizer
 
 
-def mask_ids(mask: bytes) -> list[int]:
-    """Return the token ids of a packed sampling mask."""
-    return list(struct.unpack(f"<{len(mask) // 4}i", mask))
-
-
 def restricted(logprob: float, support: float) -> float:
     """Return the logprob within a support, float32 as both are."""
     (found,) = struct.unpack("f", struct.pack("f", logprob - support))

@@ -17,6 +17,7 @@ from .checks import (
     check_result_size,
     check_sample_seeds,
     check_targets,
+    packed_masks,
 )
 
 
@@ -37,7 +38,7 @@ class SamplingLimits:
         Raises:
             RequestError: prompt_too_long, exceeds_kv_capacity, invalid_min_tokens,
                 result_too_large, invalid_forced_tokens, invalid_prompt_logprob_token_ids,
-                invalid_prompt_logprob_start.
+                invalid_prompt_logprob_start, invalid_prompt_sampling_masks.
         """
         sampling = request.sampling
         most = capacity.max_model_len - num_prompt_tokens
@@ -59,6 +60,9 @@ class SamplingLimits:
             )
         if sampling.scores_prompt or sampling.prompt_logprob_start:
             check_targets(sampling, num_prompt_tokens, capacity.vocab_size)
+        if sampling.prompt_sampling_masks is not None:
+            masks = packed_masks(sampling, num_prompt_tokens, capacity.vocab_size)
+            sampling = msgspec.structs.replace(sampling, prompt_sampling_masks=masks)
         stop_token_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids

@@ -18,6 +18,7 @@ from ....bus.public import (
     FinishReason,
     Output,
     Usage,
+    mask_ids,
 )
 from ....bus.targets import target_array
 from ....text.messages import Delta, MessageFormat
@@ -28,7 +29,6 @@ from ...serving.logprobs import (
     TextLogprobs,
     TokenNames,
     logprobs_by_id,
-    mask_ids,
     token_entries,
 )
 from ...serving.message_parts import MessageParts, NewParts, TokenRecord, records_of

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from .....bus.public import EmbedParams, GenerateRequest
+from .....bus.public import EmbedParams, GenerateRequest, mask_ids
 from .....bus.targets import target_array
 from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
@@ -18,7 +18,7 @@ from .....pipeline.scoring import scored_completion
 from ....server.http import EngineError
 from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.fields import RefusedField, read_part
-from ....serving.logprobs import TokenNames, logprobs_by_id, mask_ids
+from ....serving.logprobs import TokenNames, logprobs_by_id
 from ....serving.message_parts import records_of
 from ....serving.sampling_fields import VLLM, SamplingBody
 from ....serving.submissions import ENDED_EARLY

@@ -22,7 +22,7 @@ from ...text.pooling_config import embeds_only
 from ...text.tokenizer import find_tokenizer
 from ..actor import Actor, StageContext
 from .core import StreamingCore
-from .deliveries import Deliveries
+from .deliveries import Deliveries, EndedRequest
 from .measures import RequestTimes, Throughput, TokenIntervals, measure_end, trace_end
 from .parts.accounts import TimeAccounts
 
@@ -143,26 +143,34 @@ class StreamingStage(Actor):
         deliveries, self._deliveries = self._deliveries, []
         halts: defaultdict[int, list[int]] = defaultdict(list)
         outputs: list[tuple[str, list[Output]]] = []
-        unasked = {key: None for each in deliveries for key in each.unasked}
+        retracted: list[tuple[str, Sequence[int]]] = []
+        all_ended: list[EndedRequest] = []
+        turns: list[Completion] = []  # of sessions, for their token trees
+        unasked: dict[str, None] = {}
         for each in deliveries:
             if each.halts:
                 halts[each.replica] += each.halts
             outputs += each.outputs.items()
+            if each.unasked:
+                unasked |= dict.fromkeys(each.unasked)
+            if each.retracted:
+                retracted += each.retracted.items()
             for ended in each.ended:
+                all_ended.append(ended)
+                if ended.completion.session is not None:
+                    turns.append(ended.completion)
                 timings = ended.completion.timings
                 if timings.first_token_ns and timings.of("executor") is not None:
                     self._throughput.first_token(timings.first_token_ns - timings.received_ns)
         if unasked:  # in a new epoch, admission recovers what there is
             await self.send(FINISHED, Fenced(tuple(unasked)), epoch=epoch)
-        for key, indices in (pair for each in deliveries for pair in each.retracted.items()):
+        for key, indices in retracted:
             await self.send(FINISHED, Retracted(key, tuple(indices)), epoch=epoch)
         # First, since they free the device from work without use.
         for replica, seq_ids in halts.items():
             await self.send(at(HALTS, replica), StopSequences(tuple(seq_ids)), epoch=epoch)
         for each in deliveries:
             await self._score(each.to_score, each.replica, epoch)
-        all_ended = [ended for each in deliveries for ended in each.ended]
-        turns = [each.completion for each in all_ended if each.completion.session is not None]
         if turns:
             await self._keep_turns(turns, epoch)
         lost = await self._deliver(outputs, epoch) if outputs else frozenset()

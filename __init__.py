@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .pipeline.chat_renderer import ChatRenderer as ChatRenderer
     from .pipeline.client import BusClient as BusClient
     from .pipeline.digest import digest as digest
+    from .pipeline.digest import digests as digests
     from .pipeline.engine import InferenceEngine as InferenceEngine
     from .pipeline.exact_forward import ExactForward as ExactForward
     from .pipeline.pipeline import Pipeline as Pipeline
@@ -69,7 +70,7 @@ _NAMES = {
     ".gateway.gateway": "Gateway",
     ".pipeline.chat_renderer": "ChatPrompt ChatRenderer",
     ".pipeline.client": "BusClient",
-    ".pipeline.digest": "digest",
+    ".pipeline.digest": "digest digests",
     ".pipeline.engine": "InferenceEngine",
     ".pipeline.exact_forward": "ExactForward",
     ".pipeline.pipeline": "Pipeline",

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from .bus.public import GenerateRequest as GenerateRequest
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
+    from .bus.public import Session as Session
+    from .bus.weights import ArcWeights as ArcWeights
     from .bus.weights import FolderWeights as FolderWeights
+    from .bus.weights import PastWeights as PastWeights
     from .config import Config as Config
     from .config import Constraint as Constraint
     from .config import EngineConfig as EngineConfig
@@ -35,10 +38,13 @@ if TYPE_CHECKING:
     from .pipeline.digest import digests as digests
     from .pipeline.engine import InferenceEngine as InferenceEngine
     from .pipeline.exact_forward import ExactForward as ExactForward
+    from .pipeline.past import engine_at as engine_at
     from .pipeline.pipeline import Pipeline as Pipeline
     from .pipeline.rollouts import RolloutEngine as RolloutEngine
     from .pipeline.rollouts import TrainingSample as TrainingSample
     from .pipeline.scoring import ScoredCompletion as ScoredCompletion
+    from .pipeline.token_tree import SessionSample as SessionSample
+    from .pipeline.token_tree import TokenTree as TokenTree
     from .stages.batching import CacheAllocation as CacheAllocation
     from .stages.batching import KVCacheManager as KVCacheManager
     from .stages.batching import SchedulerOutput as SchedulerOutput
@@ -51,7 +57,10 @@ if TYPE_CHECKING:
     from .stages.executor import WeightSyncManager as WeightSyncManager
     from .stages.executor import model_forward as model_forward
     from .stages.executor import sample_with_logprobs as sample_with_logprobs
+    from .stages.executor.runner.weights.arc import read_arc as read_arc
+    from .stages.executor.runner.weights.arc import write_arc as write_arc
     from .stages.executor.runner.weights.delta import WeightDelta as WeightDelta
+    from .stages.executor.runner.weights.log import WeightLog as WeightLog
     from .stages.executor.runner.weights.transports import SharedWeights as SharedWeights
     from .stages.executor.runner.weights.transports import WeightsGroup as WeightsGroup
 
@@ -60,9 +69,9 @@ __version__ = "0.1.0"
 _NAMES = {
     ".bus.public": """
         ChatMessage Completion CompletionChunk EmbedParams Fork GenerateRequest KVSession
-        KVSessionResult
+        KVSessionResult Session
     """,
-    ".bus.weights": "FolderWeights",
+    ".bus.weights": "ArcWeights FolderWeights PastWeights",
     ".config": """
         Config Constraint EngineConfig NanoInferenceError RequestError SamplingParams
         SchedulerConfig WeightsError load_config
@@ -73,9 +82,11 @@ _NAMES = {
     ".pipeline.digest": "digest digests",
     ".pipeline.engine": "InferenceEngine",
     ".pipeline.exact_forward": "ExactForward",
+    ".pipeline.past": "engine_at",
     ".pipeline.pipeline": "Pipeline",
     ".pipeline.rollouts": "RolloutEngine TrainingSample",
     ".pipeline.scoring": "ScoredCompletion",
+    ".pipeline.token_tree": "SessionSample TokenTree",
     ".stages.batching": """
         CacheAllocation KVCacheManager SchedulerOutput Sequence SequenceStatus compute_block_hash
         schedule
@@ -83,7 +94,9 @@ _NAMES = {
     ".stages.batching.paged": "PagedKVCache",
     ".stages.batching.radix": "RadixKVCache",
     ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
+    ".stages.executor.runner.weights.arc": "read_arc write_arc",
     ".stages.executor.runner.weights.delta": "WeightDelta",
+    ".stages.executor.runner.weights.log": "WeightLog",
     ".stages.executor.runner.weights.transports": "SharedWeights WeightsGroup",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -218,8 +218,9 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
     tree.setdefault(section, {})[name] = value
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: the nearest known name, or all of them.
+def nearest(name: str, known: Iterable[str], *, listed: bool = True) -> str:
+    """Return the end of a sentence about an unknown name: the nearest known name, or, if `listed`,
+    all of them.
 
     Empty if none are known. Only short names are compared, since that takes quadratic time.
     """
@@ -228,4 +229,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
     matches = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR) if short else []
     if matches:
         return f"; did you mean {matches[0]!r}?"
-    return f"; known: {', '.join(names)}" if names else ""
+    return f"; known: {', '.join(names)}" if names and listed else ""

@@ -6,16 +6,26 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from ..bus import Bus
 from ..bus.codec import written_id
-from ..bus.public import Completion, EmbedParams, ErrorInfo, Fork, GenerateRequest, Output
+from ..bus.public import (
+    DEFAULT_TENANT,
+    Completion,
+    EmbedParams,
+    ErrorInfo,
+    Fork,
+    GenerateRequest,
+    Output,
+)
+from ..bus.targets import Logprobs, target_array
 from ..config import RequestError, SamplingParams
 from .engine_requests import (
     check_prompts,
+    params_of_targets,
     params_to_score,
     prompt_fields,
     prompt_of,
@@ -23,6 +33,9 @@ from .engine_requests import (
 )
 from .replay import PRIORITY, Replay, replay, unknown
 from .rollouts import Prompt
+
+if TYPE_CHECKING:
+    from .token_tree import TokenTree
 
 AT_A_TIME = 256
 """Most requests of one call in flight."""
@@ -242,7 +255,7 @@ class Submitter(ABC):
                 and completions differ, or a completion is empty.
         """
         prompts, completions = token_ids_to_score(prompts, completions)
-        params = params_to_score(sampling_params, len(prompts))
+        params = params_to_score(sampling_params, prompts)
         requests = [
             _alone(like, (*prompt, *completion), sampling)
             for prompt, completion, sampling in zip(prompts, completions, params, strict=True)
@@ -251,6 +264,34 @@ class Submitter(ABC):
         return [
             scored_completion(answer, len(completion))
             for answer, completion in zip(answers, completions, strict=True)
+        ]
+
+    async def score_targets(
+        self,
+        prompts: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[Sequence[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[Logprobs]:
+        """Return the logprobs of given token ids at the last positions of prompts.
+
+        Each prompt is a request of its own. Arguments and numbers are those of
+        `InferenceEngine.score_targets`; `like` as for `score`.
+
+        Raises:
+            RequestError: A request failed, and the others are cancelled; or an argument is refused.
+        """
+        prompts = check_prompts(prompts)
+        params = params_of_targets(sampling_params, prompts, targets)
+        requests = [
+            _alone(like, prompt_of(prompt), own)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        answers = await complete_all(self.complete, requests)
+        return [
+            target_array(own.prompt_logprob_token_ids or (), each.prompt_token_id_logprobs or b"")
+            for own, each in zip(params, answers, strict=True)
         ]
 
     async def embed(
@@ -316,6 +357,30 @@ class Submitter(ABC):
         if not like.model:
             like = msgspec.structs.replace(like, model=recorded.model)
         return await replay(self.complete, recorded, like, at)
+
+    async def token_tree(self, session: str, *, tenant: str = DEFAULT_TENANT) -> TokenTree:
+        """Return the token tree of a session: all that its requests have rendered and sampled.
+
+        Each request is in it by the time that its terminal message is read. docs/token-tree.md.
+
+        Args:
+            session: The id that its requests have in `session`.
+            tenant: The tenant of its requests.
+
+        Raises:
+            RequestError: `unknown_session`: no turn of it was kept, or it was deleted or expired.
+            BusError: The bus can't be reached.
+        """
+        from .token_tree import read_tree
+
+        return await read_tree(self.bus.store.trees, tenant, session)
+
+    async def delete_session(self, session: str, *, tenant: str = DEFAULT_TENANT) -> bool:
+        """Delete the token tree of a session; return whether there was one.
+
+        Raises BusError: The bus can't be reached.
+        """
+        return await self.bus.store.trees.drop(tenant, session)
 
 
 async def _end_of(outputs: AsyncGenerator[Output, None]) -> Completion:

@@ -8,7 +8,7 @@ import msgspec
 
 from .records import Records, readable
 
-_LARGEST = (1 << 63) - 1
+LARGEST = (1 << 63) - 1
 """The largest integer that every message can carry."""
 
 T = TypeVar("T")
@@ -23,19 +23,23 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             itself may be new.
         folder: The folder that holds all of them; "" if the weights can't be read again.
         stamp: Identity of the files; see `stamp_of` of the executor's weights.
+        log: The run of the log of weights that has them; "" for none.
+        digest: Of all weights, in that log.
     """
 
-    version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+    version: Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
     leader: str
     folder: str = ""
     stamp: str = ""
+    log: str = ""
+    digest: str = ""
 
 
 class AdapterInPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     """One adapter; the fields are as in WeightsInPlace."""
 
     id: str
-    version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+    version: Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
     folder: str = ""
     stamp: str = ""
 

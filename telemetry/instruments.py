@@ -331,6 +331,10 @@ WEIGHT_STALENESS = _histogram(
 )
 WEIGHT_UPDATES = _counter("nano.weight.updates", "{update}", "Weight updates.", names.ERROR_TYPE)
 WEIGHT_FETCH = _seconds("nano.weight.fetch.duration", "Time to fetch weights.")
+WEIGHT_BYTES = _counter("nano.weight.fetch.bytes", "By", "Bytes of fetched weights and deltas.")
+WEIGHT_ELEMENTS = _counter(
+    "nano.weight.elements", "{element}", "Elements of fetched weights; of deltas, changed ones."
+)
 ADAPTERS = _gauge("nano.adapter.loaded", "{adapter}", "Adapters loaded.")
 ADAPTER_CHANGES = _counter(
     "nano.adapter.changes", "{change}", "Changes of adapters.", names.ERROR_TYPE

@@ -140,6 +140,7 @@ def check_fields(given: Any, kind: type, where: str) -> None:
     if not isinstance(given, Mapping):
         return
     known = _known_in(kind)
+    refusal: FieldError | None = None
     for name, value in given.items():
         param = _path(where, field_name(name))
         if (inner := known.inner.get(name)) is not None:
@@ -151,11 +152,20 @@ def check_fields(given: Any, kind: type, where: str) -> None:
         elif name in known.refused:
             refused = known.refused[name]
             if value is not None and value not in refused.nothing:
-                raise _unsupported(param, f"is not supported here: {refused.why}")
+                refusal = refusal or _unsupported(param, f"is not supported here: {refused.why}")
         elif value and name not in known.inner:
             if not (name in known.neutral or known.open or _takes_unknown()):
-                raise _unsupported(param, f"is not known here{nearest(name, fields_of(kind))}")
-            ignore(param)
+                refusal = refusal or _unsupported(
+                    param,
+                    "is not known here",
+                    "leave it out, or have unknown fields ignored (gateway.unknown_fields)"
+                    + nearest(name, fields_of(kind), listed=False),
+                )
+            else:
+                ignore(param)
+    # Once all neutral fields are noted: the fields of a map have no order.
+    if refusal is not None:
+        raise refusal
 
 
 def _takes_unknown() -> bool:
@@ -163,8 +173,8 @@ def _takes_unknown() -> bool:
     return found is not None and found.unknown
 
 
-def _unsupported(param: str, why: str) -> FieldError:
-    message = f"{param} {why}; leave it out, or give null"
+def _unsupported(param: str, why: str, remedy: str = "leave it out, or give null") -> FieldError:
+    message = f"{param} {why}; {remedy}"
     return FieldError(message, param=param, code="unsupported")
 
 

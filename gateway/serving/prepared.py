@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from ...bus.public import GenerateRequest, ImageInput
-from ...config import NanoInferenceError, SamplingParams
+from ...config import NanoInferenceError, SamplingParams, shown
+from ...text.enforced_schema import IGNORING
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
 from ..call import Call
@@ -19,6 +21,11 @@ from .chat_templates import Conversation, reasoning_asked
 from .fields import ignore
 from .images import sources_in
 from .services import Services
+
+_OF_ARGUMENTS = re.compile(
+    r"\d\(\d+\): (?:failed to compile JSON schema: )?(?P<why>[^`]*), in `arguments_(?P<place>\d+):"
+)
+"""A message about a grammar's rule, as `text.messages` names those of tools by their places."""
 
 
 class Prepared(NamedTuple):
@@ -100,7 +107,11 @@ async def as_submitted(
     if as_tokens and request.prompt is not None:
         if request.images:
             token_ids = await services.images.expand(
-                services.tokenizer, request.prompt, request.images, request.tenant
+                services.tokenizer,
+                request.prompt,
+                request.images,
+                request.tenant,
+                add_special=request.add_special_tokens,
             )
         else:
             token_ids = await services.tokenizer.token_ids(
@@ -150,7 +161,7 @@ async def prepare(
     """
     tokenizer = services.tokenizer
     async with connected(call.cancelled):
-        form = await tokenizer.message_format()
+        form = await services.templates.form(conversation.template, call.tenant)
         reasons = form is not None and form.reads_reasoning
         if use.usable and (form is None or not form.reads_calls):
             raise _not_known("how this model writes calls", "tools")
@@ -168,7 +179,7 @@ async def prepare(
         tenant, sources = call.tenant, sources_in(conversation.turns)
         services.images.check(sources, await tokenizer.required())
         conversation = replace(conversation, tools=use.usable)
-        rendered = await services.templates.render(conversation, tenant)
+        rendered = await services.session_prompts.render(call, conversation)
         images = await services.images.load(sources, tenant)
         constraint = None
         if use.usable or sampling.constraint is not None or reasoning_budget is not None:
@@ -206,7 +217,8 @@ async def conversation_tokens(
     """
     sources, tokenizer = sources_in(conversation.turns), await services.tokenizer.required()
     services.images.check(sources, tokenizer)
-    conversation = _with_readable_reasoning(conversation, await services.tokenizer.message_format())
+    form = await services.templates.form(conversation.template, tenant)
+    conversation = _with_readable_reasoning(conversation, form)
     rendered = await services.templates.render(conversation, tenant)
     images = await services.images.load(sources, tenant)
     return await tokens_of(services, rendered.prompt, images, tenant)
@@ -236,7 +248,21 @@ def about_tools(reading: Reading | None) -> Iterator[None]:
     except NanoInferenceError as error:
         if error.code != "invalid_constraint" or reading is None or not reading.tools:
             raise
-        raise FieldError(error.message, param="tools", code=error.code) from None
+        told = _about_one(error.message, reading)
+        raise FieldError(told, param="tools", code=error.code) from None
+
+
+def _about_one(message: str, reading: Reading) -> str:
+    """Return a message about a rule with a tool's arguments as one about this tool; others
+    unchanged."""
+    found = _OF_ARGUMENTS.search(message)
+    if found is None:
+        return message
+    tool = reading.tools[int(found["place"])]
+    advice = f"; {IGNORING}" if IGNORING in message else ""
+    return (
+        f"the parameters of the tool {shown(tool.name)} can't be enforced: {found['why']}{advice}"
+    )
 
 
 def _with_readable_reasoning(

@@ -20,6 +20,8 @@
 {prefix}:stages            stream, stage reports of each process: `json` (StageReports)
 {prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
 {prefix}:adapters:{lane}   the lane's adapters: JSON (AdaptersInPlace)
+{prefix}:weight_update     hash, a trainer's open update: `state` (WeightUpdateState as JSON), and
+                           `labels` of versions (internal)
 {prefix}:service           hash, by lane: the service of its tenants (LaneService as msgpack)
                            (internal)
 {prefix}:reply:{id}        list, an operation's outcome in each lane: JSON (Outcome)
@@ -29,6 +31,11 @@
 {prefix}:stored:{tenant}   hash, bytes of the tenant's durable calls by the period in which they
                            expire (internal)
 {prefix}:stored            the same, of all tenants (internal)
+{prefix}:tree:{digest}     hash, a session's token tree: its turns, and blocks of their prompts
+                           (internal)
+{prefix}:trees:{tenant}    hash, bytes of the tenant's token trees by the period in which they
+                           expire (internal)
+{prefix}:trees             the same, of all tenants (internal)
 {prefix}:attended          sorted set, until when each durable call is attached (internal)
 {prefix}:policy            hash, the policy: `document` and its `version` (internal)
 
@@ -41,6 +48,7 @@ stream. Keys of a lane exist per model:
 {{prefix}:requests}:closed         hash, by id the reason why a model accepts no requests (internal)
 {prefix}:stages:{model}            as {prefix}:stages
 {prefix}:service:{model}           as {prefix}:service (internal)
+{prefix}:weight_update:{model}     as {prefix}:weight_update (internal)
 
 The braces below are literal: a cluster keeps keys with the same tag in one slot, and a key without
 a tag in the slot of a tag equal to the key.
@@ -114,10 +122,12 @@ class Keys:
         self.stages = self._key(f"stages{of_model}")
         self.service = self._key(f"service{of_model}")
         self.weights = self._key(f"weights:{self._lane_prefix}{lane}")
+        self.weight_update = self._key(f"weight_update{of_model}")
         self.openings = self._key(f"openings:{self._lane_prefix}{lane}")
         self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")
         self.attended = self._key("attended")
         self.stored_of_all = self._key("stored")
+        self.trees_of_all = self._key("trees")
         self._limits = self._key("limits")
         self.limits_servers = beside(self._limits, "servers")
         self.policy = self._key("policy")
@@ -174,6 +184,16 @@ class Keys:
     def stored(self, tenant: str) -> bytes:
         """Return the sizes of a tenant's durable calls."""
         return self._key(f"stored:{tenant}")
+
+    def tree(self, tenant: str, session: str) -> bytes:
+        """Return a session's token tree. Models have token ids, and so trees, of their own."""
+        text = "".join(f"{len(part)}:{part}" for part in (self.model, tenant, session))
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        return self._key(f"tree:{digest}")
+
+    def trees(self, tenant: str) -> bytes:
+        """Return the sizes of a tenant's token trees."""
+        return self._key(f"trees:{tenant}")
 
     def limit(self, name: str, window_s: int) -> bytes:
         """Return the usage of a limit; another window has a key of its own. 0: concurrency."""

@@ -133,6 +133,14 @@ def make_parts(
         from .recipes import Recipes
 
         parts.append(Recipes())
+    if config.bus.trees_max_bytes:
+        from .trees import Trees
+
+        parts.append(Trees())
+    else:
+        from .trees_off import NoTrees
+
+        parts.append(NoTrees())
     if engine.response_cache_bytes:
         from .responses import Responses
 

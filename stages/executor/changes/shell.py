@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....bus.control import (
     AdaptersChanged,
     FinishUpdate,
@@ -39,7 +41,8 @@ from ..runner.weights.transports.background import Background, stay_single
 from ..runner.weights.transports.folder import stamp_of
 from . import effects as do
 from .arguments import Operation, check_path
-from .core import AdapterOperation, ChangesCore, supersedes
+from .core import AdapterOperation, ChangesCore
+from .succession import supersedes
 
 _CONFIRM_S = 2.0
 """Seconds after which admission is asked again to confirm a change."""
@@ -70,7 +73,8 @@ class StagedChanges:
         self._weights = self.executor.part(WeightChanges)
         self._memory = self.executor.part(MemoryRelease)
         self._adapters = self.executor.part(AdapterChanges)
-        self.core = ChangesCore(self._weights.manager.limits)
+        logs = self._weights.log is not None
+        self.core = ChangesCore(self._weights.manager.limits, logs=logs)
         self.restoring = ""
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
         # don't wait behind weights that don't come.
@@ -100,8 +104,11 @@ class StagedChanges:
             AdapterError: An adapter of the settings can't be loaded.
         """
         await self._perform(self.core.succession.begin_epoch(leader))
+        if self._weights.log is not None:
+            self._weights.log.begin_run(leader)
         if leader == self._leader:
             return
+        await self._complete_decided()
         first, self._leader = not self._leader, leader
         if first:
             record = await self._read_record(self.actor.bus.store.adapters, "adapters")
@@ -201,6 +208,8 @@ class StagedChanges:
                 case do.ReadRecord():
                     record = await self._read_record(self.actor.bus.store.weights, "weights")
                     await self._perform(self.core.succession.read(record))
+                case do.ReadDecision(update):
+                    self.start_soon(self._read_decision, update)
                 case do.Restore(weights):
                     await self._perform(await self._restore(weights))
                 case do.ChangeJob():
@@ -251,15 +260,55 @@ class StagedChanges:
             self.actor.metrics.record(instruments.ADAPTER_CHANGES, 1, labels)
         elif replaces_weights(operation) or (error and isinstance(operation, UpdateWeights)):
             self.actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
-        await self.actor.answer(answer.operation_id, answer.version, error, answer.newest_version)
+        await self.actor.answer(
+            answer.operation_id,
+            answer.version,
+            error,
+            answer.newest_version,
+            checksums=answer.checksums,
+            logged=answer.logged,
+        )
 
     async def _send_batching(self, message: Message) -> None:
         await self.actor.send(self.actor.own(CONTROL["batching"]), message)
+
+    async def _read_decision(self, update: str) -> None:
+        """Read what was decided about a prepared update; an undecided one is decided against."""
+        record, version = self.actor.bus.store.weight_update, 0
+        try:
+            stored = await record.read()
+            if stored.state.update == update:
+                version = stored.state.committed
+                why = "the gateway did not finish the update in time"
+                dropped = replace(stored.state, session=False, parts=0, last_failure=why)
+                if not version and await record.replace(stored, dropped) is None:
+                    raise BusError("it changes at the moment")
+        except BusError as error:
+            self.actor.log.warning("decision_unknown", update=update, reason=str(error))
+            await self._perform(self.core.decided(update, None, now_ns()))
+            return
+        await self._perform(self.core.decided(update, version, now_ns()))
+
+    async def _complete_decided(self) -> None:
+        """Put an update in place that was decided while this executor was not there."""
+        if self._weights.log is None:
+            return
+        try:
+            state = (await self.actor.bus.store.weight_update.read()).state
+        except BusError as error:
+            self.actor.log.warning("decision_unknown", update="", reason=str(error))
+            return
+        if state.committed > self.core.version:
+            finish = FinishUpdate(state.update, state.committed, state.logged)
+            await self._perform(self.core.begin(finish, "", now_ns()))
 
     # --- the lane's records -------------------------------------------------------------------
 
     async def _remember(self, weights: WeightsInPlace) -> None:
         record = self.actor.bus.store.weights
+        if (log := self._weights.log) is not None:
+            digest = log.writer.digest_of(weights.version)
+            weights = replace(weights, log=log.writer.run if digest else "", digest=digest)
         try:
             if supersedes(weights, await record.read()):
                 await record.put(weights)
@@ -276,7 +325,8 @@ class StagedChanges:
             return None
 
     async def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
-        self.restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
+        where = weights.folder or f"the log of weights, run {weights.log}"
+        self.restoring = f"it reads the weights of version {weights.version} from {where}"
         try:
             async with asyncio.timeout(_RESTORE_S):
                 with _as_refusal():
@@ -348,16 +398,24 @@ class StagedChanges:
             case do.Fetch(_, update):
                 started = now_ns()
                 fetched: do.Fetched = await self._in_background(self._weights.fetch, update)
-                self.actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                record = self.actor.metrics.record
+                record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                record(instruments.WEIGHT_BYTES, fetched.amount[0])
+                record(instruments.WEIGHT_ELEMENTS, fetched.amount[1])
                 return fetched
             case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)
-                return do.Fetched(prepared, origin, weights.covers(prepared), base=base)
+                combined = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
+                logged: do.Fetched = await self._in_background(self._weights.logged, combined)
+                return logged
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):
                 is_partial = update.partial or fetched.base is not None
                 start = partial(weights.start_sync, partial=is_partial, base=fetched.base)
+                if fetched.prepared is not None:
+                    version = await self.on_torch(weights.check_version, version)
+                    await self._in_background(self._weights.commit, fetched, version)
                 counted: int = await self.on_torch(start, fetched.tensors, version)
                 return counted
             case do.StageAdapter(_, load):
@@ -369,6 +427,13 @@ class StagedChanges:
                 return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
+            case do.ReadLogged(_, update, logged):
+                about = logged, update.version
+                logged_again: do.Fetched = await self._in_background(self._weights.recover, *about)
+                return logged_again
+            case do.Checksum():
+                checksums: dict[str, str] = await self.on_torch(weights.checksums)
+                return checksums
             case do.MoveExperts(_, owners):
                 await self.on_torch(move_experts, self.executor.find(Experts), owners)
             case do.BeginRelease(_, tags):
@@ -425,11 +490,13 @@ def replaces_weights(operation: Operation) -> bool:
 
 
 def _read_again(record: WeightsInPlace, part: WeightChanges) -> Mapping[str, NewWeight]:
-    """Return the weights that an earlier executor read from a folder.
+    """Return the weights that an earlier executor had, from their folder or the log.
 
     Raises:
         WeightsError: They are gone.
     """
+    if part.log is not None and record.log:
+        return part.log.catch_up(record.log, record.version, record.digest)
     if not record.folder:
         raise WeightsError("they were not read from one folder")
     check_path(record.folder)

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from ....bus.control import ReplicaCapacity, UpdateWeights
 from ....bus.parts.weights import WeightsPlan
-from ....bus.weights import FolderWeights
-from ....config import WeightsError
+from ....bus.weights import ArcWeights, FolderWeights, PastWeights
+from ....config import WeightsError, shown
 from ..driver.step import LaunchedStep
-from ..runner.shards import NewWeight
-from ..runner.weights.checks import DELTA_HEAD, check_stored, limits_of
+from ..runner.shards import NewWeight, product
+from ..runner.weights.checks import DELTA_HEAD, limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
 
 if TYPE_CHECKING:
+    from ..runner.weights.log import PreparedVersion
+    from ..runner.weights.logged import LoggedWeights
     from ..runner.weights.parts import PartsTaker
     from ..runner.weights.transports.group import WeightGroups
 
@@ -41,6 +43,8 @@ class Fetched(NamedTuple):
         covers: Whether they replace every parameter.
         converted: True, but for a part of an update.
         base: The version of which they are a delta; None if they are none.
+        delta_amount: Bytes and elements of the delta that they are; None if they are none.
+        prepared: Their version in the log of weights; None without a log.
     """
 
     tensors: Mapping[str, NewWeight]
@@ -48,6 +52,22 @@ class Fetched(NamedTuple):
     covers: bool
     converted: bool = True
     base: int | None = None
+    delta_amount: tuple[int, int] | None = None
+    prepared: PreparedVersion | None = None
+
+    @property
+    def amount(self) -> tuple[int, int]:
+        """Bytes that were fetched, and elements: of a delta those that change."""
+        if self.delta_amount is not None:
+            return self.delta_amount
+        tensors = self.tensors.values()
+        return sum(each.nbytes for each in tensors), sum(product(each.shape) for each in tensors)
+
+    @property
+    def logged(self) -> str:
+        """Their run in the log of weights, and the digest of all; "" without a log."""
+        prepared = self.prepared
+        return f"{prepared.run}/{prepared.digest}" if prepared is not None else ""
 
 
 class WeightChanges(Part):
@@ -55,6 +75,7 @@ class WeightChanges(Part):
 
     Attributes:
         manager: Stages and writes them.
+        log: The log of weights; None without one.
     """
 
     reads = WeightsPlan
@@ -73,6 +94,11 @@ class WeightChanges(Part):
         self.manager = WeightSyncManager(
             model.module, limits, shards=model.shards, write=write, read=read
         )
+        self.log: LoggedWeights | None = None
+        if config.weight_log:
+            from ..runner.weights.logged import LoggedWeights
+
+            self.log = LoggedWeights(self.manager, config)
 
     @cached_property
     def groups(self) -> WeightGroups:
@@ -91,18 +117,51 @@ class WeightChanges(Part):
             self.groups.close()
 
     def fetch(self, update: UpdateWeights) -> Fetched:
-        """Return the weights of an update's source, checked to be finite.
+        """Return the weights of an update's source, checked to be finite, and written to the log.
 
         Blocks until they have come. May run on another thread, beside the forward pass.
 
         Raises:
             WeightsError: They can't be fetched or read, or don't fit; nothing has changed.
         """
+        return self.logged(self._fetch(update)) if not update.part_of else self._fetch(update)
+
+    def logged(self, fetched: Fetched) -> Fetched:
+        """Write the weights of an update to the log, if there is one. May run on another thread.
+
+        Raises:
+            WeightsError: They can't be written, or not be logged.
+        """
+        if self.log is None:
+            return fetched
+        return fetched._replace(prepared=self.log.prepare(fetched.tensors))
+
+    def recover(self, logged: str, version: int) -> Fetched:
+        """Return the weights of a decided update, which an earlier process has written to the log.
+
+        Raises:
+            WeightsError: They are not in it.
+        """
+        assert self.log is not None
+        run, _, digest = logged.partition("/")
+        prepared = self.manager.prepare(self.log.recover(run, version, digest))
+        return Fetched(prepared, None, self.manager.covers(prepared))
+
+    def commit(self, fetched: Fetched, version: int) -> None:
+        """Give the weights of an update their version in the log. Raises WeightsError."""
+        if self.log is not None and fetched.prepared is not None:
+            self.log.commit(fetched.prepared, version)
+
+    def _fetch(self, update: UpdateWeights) -> Fetched:
         from ..runner.weights.conversion import PartsMissing
         from ..runner.weights.transports import fetch, fetch_each
         from ..runner.weights.transports.folder import stamp_of
 
         source, weights = update.source, self.manager
+        if isinstance(source, PastWeights | ArcWeights):
+            from ..runner.weights.relative import fetch_relative
+
+            return Fetched(*fetch_relative(source, weights, self.log))
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
         origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
@@ -122,8 +181,14 @@ class WeightChanges(Part):
             tensors = delta or takers[0].parts()
         else:
             tensors = fetch(*arguments)
+        if origin is not None and stamp_of(folder, weights.limits) != origin.stamp:
+            raise WeightsError(
+                f"the files of {shown(folder)} changed while they were read; send them again"
+            )
         if DELTA_HEAD in tensors:
-            return self._delta(tensors)
+            from ..runner.weights.relative import fetch_delta
+
+            return Fetched(*fetch_delta(tensors, weights))
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:
@@ -131,16 +196,6 @@ class WeightChanges(Part):
                 raise
             return Fetched(tensors, origin, covers=False, converted=False)
         return Fetched(prepared, origin, weights.covers(prepared))
-
-    def _delta(self, payload: Mapping[str, NewWeight]) -> Fetched:
-        """Return the weights of a delta. Raises WeightsError as `fetch`."""
-        from ..runner.weights.received_delta import ReceivedDelta
-
-        weights = self.manager
-        check_stored(payload)
-        received = ReceivedDelta(payload, weights)  # type: ignore[arg-type]
-        prepared = weights.prepare(received.new_weights())
-        return Fetched(prepared, None, False, base=received.delta.head.base_version)
 
     def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no

@@ -146,6 +146,10 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
         from .responses import Responses
 
         parts.append(Responses())
+    if config.bus.trees_max_bytes:
+        from .trees import Trees
+
+        parts.append(Trees())
     if config.admission.recipes:
         from .recipes import Recipes
 

@@ -202,7 +202,7 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
         RequestError: A field can't be obeyed.
     """
     fields = read_part(body, CompletionBody)
-    prompts = [()] if fields.fork is not None else prompts_of(fields.prompt)
+    prompts: list[Prompt] = [()] if fields.fork is not None else prompts_of(fields.prompt)
     scores_only = fields.max_tokens == 0 and fields.echo
     # As a number in vLLM: true is 1, and false is none.
     top = None if fields.logprobs is False else fields.logprobs

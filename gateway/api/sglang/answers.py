@@ -190,20 +190,20 @@ class PromptWriter:
         return {"input_token_ids_logprobs": [None, *entries], "output_token_ids_logprobs": []}
 
     def _prompt_logprobs(self, completion: Completion) -> Answer:
-        """Return the prompt's logprobs from `logprob_start` on. The first has none, as SGLang's."""
+        """Return the prompt's logprobs from `logprob_start` on. The prompt's first token has none.
+
+        SGLang has none for the first one shown either; AReaL reads that as a number.
+        """
         start, found = self.wanted.logprob_start, completion.prompt_logprobs
         token_ids = self.wanted.request.prompt_token_ids
         if start < 0 or found is None or token_ids is None:
             return {"input_token_logprobs": []}
         places = range(min(start, len(token_ids) - 1), len(token_ids))
-        entries = [
-            self._entry(None if place == places[0] else found[place], token_ids[place])
-            for place in places
-        ]
+        entries = [self._entry(found[place], token_ids[place]) for place in places]
         tops = completion.prompt_top_logprobs
         if tops is None:
             return {"input_token_logprobs": entries}
-        shown = [None if place == places[0] else self._top_entries(tops[place]) for place in places]
+        shown = [self._top_entries(tops[place]) if place else None for place in places]
         return {"input_token_logprobs": entries, "input_top_logprobs": shown}
 
     def _ref_logprobs(self, completion: Completion, sample: CompletionSample) -> Answer:
@@ -213,7 +213,7 @@ class PromptWriter:
             found["output_ref_logprobs"] = sample.ref_logprobs
         if completion.prompt_ref_logprobs is not None and self.wanted.logprob_start >= 0:
             start = min(self.wanted.logprob_start, len(completion.prompt_ref_logprobs) - 1)
-            found["input_ref_logprobs"] = [None, *completion.prompt_ref_logprobs[start + 1 :]]
+            found["input_ref_logprobs"] = [*completion.prompt_ref_logprobs[start:]]
         return found
 
     def _entry(self, logprob: float | None, token_id: int) -> Entry:

@@ -379,8 +379,9 @@ class Choice:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
-        if call.sampling.return_sampling_mask:
-            choice["sampling_mask"] = [mask_ids(token.mask or b"") for token in tokens]
+        masks = [token.mask for token in tokens if token.mask is not None]
+        if call.sampling.return_sampling_mask and len(masks) == len(tokens):
+            choice["sampling_mask"] = [*map(mask_ids, masks)]
         if call.fields.return_weight_versions:
             as_text = call.kind == "generate"
             choice["weight_versions"] = version_spans(tokens, self._sent_tokens, as_text=as_text)

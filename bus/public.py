@@ -6,6 +6,7 @@ timestamps since the Unix epoch, budgets relative. Token ids are plain ints.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -116,6 +117,10 @@ class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     after: AfterTurn = "pin"
 
 
+OnVersionLag = Literal["flag", "cut", "retract"]
+"""What becomes of a sample whose oldest token is more than `max_version_lag` versions behind."""
+
+
 class Fork(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     """A token of another request's sample, after which a request goes on. docs/forks.md.
 
@@ -183,6 +188,10 @@ class GenerateRequest(
         fork: The prompt is that of another request and the first tokens of one of its samples; its
             images are that request's, and so is its model if it names none.
         session: The session of which the request is a turn. No output depends on it.
+        max_version_lag: Most versions of the weights that a sample's oldest token may be behind the
+            newest while the sample is generated; None for no limit. docs/rl.md.
+        on_version_lag: Beyond that: the sample goes on and is flagged; it ends with the tokens that
+            it has; or its tokens are dropped and it begins anew, which takes `stream: false`.
     """
 
     request_id: str = ""
@@ -205,6 +214,8 @@ class GenerateRequest(
     sample_seeds: tuple[Int64, ...] = ()
     fork: Fork | None = None
     session: Session | None = None
+    max_version_lag: Int64 | None = None
+    on_version_lag: OnVersionLag = "flag"
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -407,6 +418,21 @@ class TokenLogprob(OutputPart, frozen=True, kw_only=True):
     logprob: float
 
 
+class VersionLag(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The age of a sample of a request with `max_version_lag`, at its end.
+
+    Attributes:
+        versions: Versions of the weights that its oldest token is behind those in place.
+        outcome: "within" the limit; "flagged": beyond it; "cut": it ended with the finish reason
+            "abort" when it would have been; "retracted": within, begun anew at least once.
+        num_retractions: Times that it was begun anew.
+    """
+
+    versions: int
+    outcome: Literal["within", "flagged", "cut", "retracted"] = "within"
+    num_retractions: int = 0
+
+
 class CompletionSample(OutputPart, frozen=True, kw_only=True):
     """One finished sample.
 
@@ -427,6 +453,10 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
         num_accepted_draft_tokens: Drafted tokens equal to the sampled ones, within the sample.
         support_logprobs: `[k]`, log S: the log of the probability mass that top_k, top_p and min_p
             left at each position. None without such limits. docs/sampling.md.
+        version_lag: Its age, for a request with `max_version_lag`; None for any other.
+        sampling_masks: `[k]`, the support at each position: the ids of the tokens that could be
+            sampled, rising, int32, little-endian, base64 in JSON. Empty for a support of more than
+            `engine.max_sampling_mask` tokens. None if not requested.
     """
 
     sample_index: int
@@ -443,6 +473,8 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     support_logprobs: tuple[float, ...] | None = None
+    version_lag: VersionLag | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
 
 
 class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
@@ -461,10 +493,10 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         finish_reason: Set on the sample's last chunk.
         weight_version: Version of these tokens' weights.
         top_logprobs: `[k]`, as in CompletionSample.
-        prompt_logprobs, prompt_top_logprobs: As in Completion, in the first chunk of the first
-            sample; None in all others.
+        prompt_logprobs, prompt_top_logprobs, prompt_token_id_logprobs, prompt_token_ranks: As in
+            Completion, in the first chunk of the first sample; None in all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
-        support_logprobs: `[k]`, as in CompletionSample.
+        support_logprobs, sampling_masks: `[k]`, as in CompletionSample.
     """
 
     request_id: str
@@ -481,9 +513,17 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     adapter_version: int = 0
     support_logprobs: tuple[float, ...] | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
+    prompt_token_id_logprobs: bytes | None = None
+    prompt_token_ranks: tuple[int | None, ...] | None = None
 
 
-TOKEN_COLUMNS = ("support_logprobs",)
+def mask_ids(mask: bytes) -> tuple[int, ...]:
+    """Return the token ids of a packed sampling mask."""
+    return struct.unpack(f"<{len(mask) // 4}i", mask)
+
+
+TOKEN_COLUMNS = ("support_logprobs", "sampling_masks")
 """Fields of chunks and samples that have a value for each token if the request has a feature."""
 
 
@@ -506,8 +546,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
         samples: All samples in order; after an error, their output until then.
         trace_id: 32 hex digits; empty for an untraced request.
         prompt_logprobs: `[prompt]`, each prompt token's logprob given those before it; None for the
-            first. None if not requested (`sampling.prompt_logprobs`), or if the request ended
-            before all were known.
+            first, and up to `sampling.prompt_logprob_start`. None if not requested
+            (`sampling.prompt_logprobs`), or if the request ended before all were known.
         prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
         prompt_token_ids: `[prompt]`, the tokenised prompt. Empty if the request ended before a
             sample began.
@@ -519,6 +559,11 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             a sample began.
         fork: Where the request began; None if it was no fork, or ended before a sample began.
         session: Its session; None without one, or if the request ended before a sample began.
+        prompt_token_id_logprobs: `[targets]`, float32, little-endian, base64 in JSON: the logprob
+            of each id in `sampling.prompt_logprob_token_ids`, list by list, without those of -1.
+            None as for `prompt_logprobs`.
+        prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: the place of each token among
+            all tokens there, from 1, likeliest first; None where it has no logprob.
     """
 
     request_id: str
@@ -538,6 +583,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     recipe: Recipe | None = None
     fork: ForkOrigin | None = None
     session: TreeSession | None = None
+    prompt_token_id_logprobs: bytes | None = None
+    prompt_token_ranks: tuple[int | None, ...] | None = None
 
 
 Output = CompletionChunk | Completion

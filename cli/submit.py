@@ -108,23 +108,18 @@ def submit(
     flight. The exit status is 1 when any request failed.
     """
     texts = texts or []
-    one_text = (len(texts) == 1 and texts != ["-"] and file is None) or fork is not None
+    one_text = fork is not None or (len(texts) == 1 and texts != ["-"] and file is None)
     streams = one_text and not as_json and n in (None, 1)
     template |= given({"n": n, "stream": streams, "model": options.served})
-    template |= _session(session, session_ttl_s, session_after)
+    template |= _session(session, session_ttl_s, session_after) | _fork(fork, at, sample)
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
     config = options.client_config()
     images = [read_image(path) for path in image or ()]
     if images and (file is not None or texts == ["-"]):
         raise ConfigError("--image takes a text; requests in a file have images of their own")
-    if forked := _fork(fork, at, sample):
-        if texts or file is not None or chat or images:
-            raise ConfigError("--fork takes no text, file or image: those are the other request's")
-        source = _listed([Submission("1", template.of_object(forked))])
-    else:
-        source = _source_of(
-            texts, file, template, config.bus.max_request_bytes, chat=chat, images=images
-        )
+    source = _source_of(
+        texts, file, template, config.bus.max_request_bytes, chat=chat, images=images
+    )
     asyncio.run((_publish if no_wait else _answer)(config, source, printer))
     if printer.failed:
         raise typer.Exit(1)
@@ -161,6 +156,10 @@ def _source_of(
         ConfigError: There are none, or the file can't be read.
         RequestError: A line of the file is not a request.
     """
+    if "fork" in template:
+        if texts or file is not None or chat or images:
+            raise ConfigError("--fork takes no text, file or image: those are the other request's")
+        return _listed([Submission("1", template.of_fork())])
     if bool(texts) == (file is not None) or (len(texts) > 1 and "-" in texts):
         raise ConfigError("give prompts, or --file FILE, or - for standard input, and only one")
     if list(texts) == ["-"] or str(file) == "-":

@@ -171,6 +171,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         seed: Seed of requests without one.
         logprobs_mode: "processed": logprobs of the policy that tokens are sampled from, after
             penalties, bias and temperature; "raw": of the model's output (docs/sampling.md).
+        max_sampling_mask: Most token ids in the sampling mask of a position. The mask of a larger
+            support is empty; its `support_logprobs` is exact all the same (docs/sampling.md).
         deterministic: Tokens and logprobs are bitwise equal in any batch, and however prompts
             are chunked, cached or recomputed. "auto": where it costs nothing (on a CPU where
             `kernels` covers the whole model, for requests without an adapter); true: always, on a
@@ -265,6 +267,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     huge_pages: Literal["auto", "off"] = "auto"
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
+    max_sampling_mask: PositiveInt = 4096
     deterministic: bool | Literal["auto"] = "auto"
     max_weight_tensors: NonNegativeInt = 0
     max_weight_bytes: NonNegativeInt = 0

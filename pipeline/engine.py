@@ -264,7 +264,7 @@ class InferenceEngine(EngineForks, ModelParts):
             if self._reference is None:
                 raise ArgumentError("there is no reference model; set engine.reference_model_path")
             return self._reference.score(prompts, completions, sampling_params)
-        only_score = params_to_score(sampling_params, len(prompts))
+        only_score = params_to_score(sampling_params, prompts)
         pairs = zip(prompts, completions, strict=True)
         scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
         return [
@@ -318,6 +318,8 @@ class InferenceEngine(EngineForks, ModelParts):
         prediction: Prompt | None = None,
         kv_session: KVSession | None = None,
         images: Sequence[Any] = (),
+        max_version_lag: int | None = None,
+        on_version_lag: Literal["flag", "cut", "retract"] = "flag",
     ) -> RequestId:
         """Queue one request and return its id, which its samples carry.
 
@@ -326,10 +328,8 @@ class InferenceEngine(EngineForks, ModelParts):
             sampling_params: The defaults when None.
             num_samples: Samples of the prompt, which is computed once.
             request_id: Text or an integer, of no unfinished request; generated when None.
-            adapter: As in `generate`.
-            prediction: The expected completion; as `predictions` in `generate`.
-            kv_session: As `kv_sessions` in `generate`.
-            images: The prompt's, as in `generate`.
+            adapter, prediction, kv_session, images: As in `generate`, of the one prompt.
+            max_version_lag, on_version_lag: As in GenerateRequest.
 
         Raises:
             RequestError: The request is refused; `code` and message give the reason.
@@ -338,8 +338,8 @@ class InferenceEngine(EngineForks, ModelParts):
             self._requests.check_id(request_id)
         name = self._requests.new_name()
         request_id = name if request_id is None else request_id
-        more = {"adapter": adapter, "prediction": prediction, "kv_session": kv_session}
-        request = make_request(prompt, sampling_params, num_samples, **more)  # type: ignore[arg-type]
+        more = (adapter, prediction, kv_session, max_version_lag, on_version_lag)
+        request = make_request(prompt, sampling_params, num_samples, None, *more)
         with self._images.given_to([request], [images]) as (request,):
             self._uncollected += self._queue(name, request_id, request)
         return request_id
@@ -662,6 +662,7 @@ class InferenceEngine(EngineForks, ModelParts):
         self._batching.take_report()  # for fairness, which is absent here
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)
+        self._begin_anew(deliveries)
         # An aborted request ends a second time when the executor returns its cancellation.
         finished = [
             self._finished(ended)

@@ -1,12 +1,16 @@
-"""Forks of an engine's requests: requests that go on from a token of another one."""
+"""Requests of an engine that go on from a token of another one, or begin anew."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
 from ..bus.public import GenerateRequest
+from ..bus.recovery import RecoveredSample
 from ..config import SamplingParams
+from ..stages.admission.core import AdmissionCore
+from ..stages.batching import BatchingCore
 from ..stages.streaming.core import StreamingCore
+from ..stages.streaming.deliveries import Deliveries
 from .engine_calls import one_at_a_time
 from .engine_requests import Finished, UnfinishedRequests
 from .rollouts import RequestId, TrainingSample
@@ -14,8 +18,10 @@ from .rollouts import RequestId, TrainingSample
 
 @one_at_a_time
 class EngineForks(ABC):
-    """The call of an engine that forks."""
+    """The call of an engine that forks, and its retracted samples."""
 
+    _admission: AdmissionCore
+    _batching: BatchingCore
     _requests: UnfinishedRequests
     _streaming: StreamingCore
     _uncollected: list[Finished]
@@ -62,3 +68,13 @@ class EngineForks(ABC):
         request_id = name if request_id is None else request_id
         self._uncollected += self._queue(name, request_id, request)
         return request_id
+
+    def _begin_anew(self, deliveries: Deliveries) -> None:
+        """Queue retracted samples again."""
+        for key, indices in deliveries.retracted.items():
+            admitted = self._requests[key].accepted.admitted
+            samples = [
+                RecoveredSample(spec.sample_index, (), spec.sample_index not in indices)
+                for spec in admitted.sequences
+            ]
+            self._batching.add(self._admission.resumed(admitted, samples))

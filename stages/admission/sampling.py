@@ -11,7 +11,14 @@ from ...bus.control import ReplicaCapacity
 from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, prompt_too_long
 from ...text.grammar import plain
-from .checks import check_min_tokens, check_result_size, check_sample_seeds
+from .checks import (
+    check_forced_tokens,
+    check_min_tokens,
+    check_result_size,
+    check_sample_seeds,
+    check_targets,
+    packed_masks,
+)
 
 
 class SamplingLimits:
@@ -30,7 +37,8 @@ class SamplingLimits:
 
         Raises:
             RequestError: prompt_too_long, exceeds_kv_capacity, invalid_min_tokens,
-                result_too_large.
+                result_too_large, invalid_forced_tokens, invalid_prompt_logprob_token_ids,
+                invalid_prompt_logprob_start, invalid_prompt_sampling_masks.
         """
         sampling = request.sampling
         most = capacity.max_model_len - num_prompt_tokens
@@ -50,6 +58,11 @@ class SamplingLimits:
                 f"cache and the lane has {slots}; {advice}, or give the engine more memory",
                 code="exceeds_kv_capacity",
             )
+        if sampling.scores_prompt or sampling.prompt_logprob_start:
+            check_targets(sampling, num_prompt_tokens, capacity.vocab_size)
+        if sampling.prompt_sampling_masks is not None:
+            masks = packed_masks(sampling, num_prompt_tokens, capacity.vocab_size)
+            sampling = msgspec.structs.replace(sampling, prompt_sampling_masks=masks)
         stop_token_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids
@@ -62,6 +75,8 @@ class SamplingLimits:
             stop_token_ids=stop_token_ids,
             constraint=None if constraint is None else plain(constraint),
         )
+        if resolved.forced_tokens:
+            check_forced_tokens(resolved)
         check_result_size(
             resolved,
             request.n,

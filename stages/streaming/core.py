@@ -37,7 +37,7 @@ from ...text.detokenizer import Pieces, TokenPieces
 from ..parts import Kind, Parts
 from .deliveries import Deliveries, Ending
 from .early import EarlySteps
-from .parts import Part, make_parts
+from .parts import WANTED, Part, make_parts, make_wanted
 from .samples import RequestState, Sample
 from .step import Step
 
@@ -72,6 +72,8 @@ class StreamingCore:
         self._cut_short: OrderedDict[str, None] = OrderedDict()
         self._early = EarlySteps()
         self._parts = Parts(Part, make_parts(config, now_ns))
+        # Names of sections for which a part was made.
+        self._wanted: set[str] = set()
 
     def use(self, parts: Sequence[Part]) -> None:
         """Set the parts, in the order in which their hooks run."""
@@ -94,6 +96,10 @@ class StreamingCore:
     def open(self, opened: RequestOpened, now_ns: int) -> list[Deliveries]:
         """Add a request, unless it is open already, and absorb its steps that came before."""
         key, results = entry_key(opened.entry_id, opened.request_id), []
+        for section in opened.parts:
+            if (name := name_of(section)) in WANTED and name not in self._wanted:
+                self._wanted.add(name)
+                self._parts.use((*self._parts.all, make_wanted(name)))
         if self._find(opened.request_id, opened.entry_id) is None and key not in self._cut_short:
             request = self._requests[opened.request_id] = RequestState(opened, self._pieces)
             deliveries = Deliveries(now_ns)
@@ -261,6 +267,9 @@ class StreamingCore:
             self._start(started, step, deliveries)
         for hook in self._parts.stepped:
             hook(step)
+        for cut in self._parts.cut:
+            for sample, anew in cut(step):
+                self._cut(sample, step, deliveries, anew=anew)
         for cancel in step.failed:
             # Batching has no report of the failure.
             if (request := self._requests.get(cancel.request_id)) is not None:
@@ -273,6 +282,25 @@ class StreamingCore:
         for cancel in step.ended:
             self._end(cancel, deliveries)
         return deliveries
+
+    def _cut(self, sample: Sample, step: Step, deliveries: Deliveries, *, anew: bool) -> None:
+        """End a running sample, or drop its tokens and have it begin anew."""
+        request = sample.request
+        deliveries.halts.append(sample.seq_id)
+        if anew:
+            del self._running[sample.seq_id]
+            for retracted in self._parts.retracted:
+                retracted(sample, step)
+            for stopped in self._parts.stopped:
+                stopped(sample)
+            sample.begin_anew()
+            deliveries.retracted.setdefault(request.key, []).append(sample.index)
+            return
+        text = sample.abort()
+        if request.info.stream:
+            chunk = sample.chunk(len(sample.token_ids), text)
+            deliveries.add(request.info.request_id, chunk)
+        self._finish(sample, 0, deliveries)
 
     def _start(self, started: StartedSequence, step: Step, deliveries: Deliveries) -> None:
         """Start a sequence, or continue it after a preemption, when nothing is counted again."""

@@ -14,7 +14,7 @@ from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, FINISHED, HALTS, at
 from ...bus.messages import RequestFinished, RequestOpened
 from ...bus.public import Completion, CompletionChunk, Output, OutputBatch
-from ...bus.recovery import Fenced, Recover, RecoveryItem
+from ...bus.recovery import Fenced, Recover, RecoveryItem, Retracted
 from ...bus.steps import StepResult
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, now_ns
@@ -154,6 +154,8 @@ class StreamingStage(Actor):
                     self._throughput.first_token(timings.first_token_ns - timings.received_ns)
         if unasked:  # in a new epoch, admission recovers what there is
             await self.send(FINISHED, Fenced(tuple(unasked)), epoch=epoch)
+        for key, indices in (pair for each in deliveries for pair in each.retracted.items()):
+            await self.send(FINISHED, Retracted(key, tuple(indices)), epoch=epoch)
         # First, since they free the device from work without use.
         for replica, seq_ids in halts.items():
             await self.send(at(HALTS, replica), StopSequences(tuple(seq_ids)), epoch=epoch)

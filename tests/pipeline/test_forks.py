@@ -84,8 +84,8 @@ async def test_a_tree_of_64_forks_equals_fresh_prompts_and_shares_the_kv(
     for wanted, again in zip((*level, *leaves), await asyncio.gather(*plain), strict=True):
         assert values(ends[wanted.request_id]) == values(again)
     whole = sum(len(ends[each.request_id].prompt_token_ids) * each.n for each in (*level, *leaves))
-    assert whole > 4000
-    assert computed < 16 * 64  # less than a block of each
+    assert whole == 5028
+    assert computed < 200  # 72 samples, and the last token of each at least
     replayed = await shared.replay(ends["b55"])
     assert replayed.verdict == "equal"
 

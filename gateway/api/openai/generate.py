@@ -24,6 +24,7 @@ from ...serving.begun_calls import Attach, BegunCalls, Found, keyed, last_event_
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
 from ...serving.prepared import Prepared, about_tools, check_request, prepare, truncated
+from ...serving.request_ids import ids_of
 from ...serving.services import Services
 from ...serving.submissions import Take
 from .answers import Answer, ChoicesWriter
@@ -75,6 +76,18 @@ async def prepared_chat(
     )
 
 
+def check_whole(wanted: ChoicesCall) -> None:
+    """Refuse a call that cuts a prompt with images.
+
+    Raises:
+        FieldError: invalid_request.
+    """
+    if wanted.truncation is not None:
+        raise field_error(
+            "truncate_prompt_tokens", "could cut an image; leave it out, or the images"
+        )
+
+
 async def prompts_cut(
     services: Services, wanted: ChoicesCall, prompts: list[Prompt]
 ) -> list[Prompt]:
@@ -92,6 +105,16 @@ async def prompts_cut(
     return [await cut(each) for each in prompts]
 
 
+async def forked(services: Services, call: Call, wanted: ChoicesCall) -> ChoicesCall:
+    """Return a call; a fork with its parent's id on the bus, of which the caller knows its name."""
+    if (fork := wanted.fork) is None:
+        return wanted
+    results, ids = services.client.bus.results, ids_of(call.caller, fork.request_id)
+    found = [id for id in ids if await results.last(id, "") is not None]
+    fork = msgspec.structs.replace(fork, request_id=(found or ids[-1:])[0])
+    return msgspec.structs.replace(wanted, fork=fork)
+
+
 class GenerationCalls:
     """The endpoints."""
 
@@ -100,8 +123,9 @@ class GenerationCalls:
         self._begun = BegunCalls(services.durable, ChoicesRecord)
 
     async def completions(self, call: Call) -> Response:
-        asked = await self._asked(call)
-        wanted, prompts = read_completion(asked.body, self._services.config)
+        services, asked = self._services, await self._asked(call)
+        wanted, prompts = read_completion(asked.body, services.config)
+        wanted = await forked(services, call, wanted)
         return await self._resumed(asked, wanted) or await self._answer(asked, wanted, prompts)
 
     async def chat(self, call: Call) -> Response:
@@ -120,8 +144,22 @@ class GenerationCalls:
 
     async def tokens(self, call: Call) -> Response:
         services, asked = self._services, await self._asked(call)
-        wanted, prompt = read_generate(asked.body, services.config, await services.length.get())
-        return await self._resumed(asked, wanted) or await self._answer(asked, wanted, [prompt])
+        length = await services.length.get()
+        wanted, prompt, sources = read_generate(asked.body, services.config, length)
+        wanted = await forked(services, call, wanted)
+        if (resumed := await self._resumed(asked, wanted)) is not None:
+            return resumed
+        images: tuple[ImageInput, ...] = ()
+        if sources:
+            await services.served.check(wanted.fields.model, call.caller)
+            services.images.check(sources, await services.tokenizer.required())
+            images = await services.images.load(sources, call.tenant)
+        if images and wanted.places is not None:
+            prompt, places = await services.images.located(
+                services.tokenizer, prompt, images, call.tenant
+            )
+            wanted = msgspec.structs.replace(wanted, places=tuple(places))
+        return await self._answer(asked, wanted, [prompt], images)
 
     async def stream(self, call: Call) -> Response:
         """Send a stream that was begun before: all of it, or the part after an event."""
@@ -155,12 +193,9 @@ class GenerationCalls:
     ) -> Response:
         services, (call, _, key) = self._services, asked
         call.begin(wanted.fields.budget_ms, wanted.fields.model)
-        if wanted.truncation is not None:
-            if images:
-                raise field_error(
-                    "truncate_prompt_tokens", "could cut an image; leave it out, or the images"
-                )
-            prompts = await prompts_cut(services, wanted, prompts)
+        if images:
+            check_whole(wanted)
+        prompts = await prompts_cut(services, wanted, prompts)
         record = await self._record(wanted, prompts, images, call.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(call.caller, record.request(0))
@@ -200,7 +235,9 @@ class GenerationCalls:
         """
         services, wanted = self._services, record.call
         tokenizer = await services.tokenizer.required() if wanted.needs_tokenizer else None
-        form = await services.tokenizer.message_format() if wanted.reading is not None else None
+        form = None
+        if wanted.reading is not None:
+            form = await services.templates.form(wanted.template, record.tenant)
         return ChoicesWriter(
             wanted, record.prompts, record.texts, tokenizer, form, services.submissions.measures
         )

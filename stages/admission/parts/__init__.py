@@ -109,6 +109,7 @@ def make_parts(
     from .images import Images
     from .sessions import Sessions
     from .speculation import Predictions
+    from .version_lag import VersionLags
 
     engine = config.engine
     has_reference = bool(engine.reference_model_path)
@@ -122,6 +123,7 @@ def make_parts(
         Predictions(engine),
         Accounts(),
         Forks(),
+        VersionLags(),
     ]
     if has_reference:
         from .scoring import Reference

@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import TopLogprobs
-from ....bus.parts.columns import NO_COLUMNS, SUPPORT_LOGPROBS, Columns, columns_of
-from ....bus.steps import PromptLogprobs
-from ..runner.interface import IntArray, flatten_rows
+from ....bus.parts.columns import (
+    NO_COLUMNS,
+    SAMPLING_MASKS,
+    SUPPORT_LOGPROBS,
+    Columns,
+    columns_of,
+)
+from ..runner.interface import IntArray
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
 from .sampling import NO_LIMITS, Limits, sample_rows, uniforms
@@ -57,11 +62,15 @@ class TokenChooser(NamedTuple):
         table: The sequences.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
+        most_in_mask: Most ids in a sampling mask.
+        reports: Whether anything is reported beside tokens and logprobs.
     """
 
     table: SequenceTable
     raw: bool
     kernels: bool
+    most_in_mask: int = 0
+    reports: bool = True
 
     def choose(
         self, model_logits: Tensor, places: Places, masks: PendingMasks | None = None
@@ -97,62 +106,35 @@ class TokenChooser(NamedTuple):
                 upload(top_p) if (top_p < 1).any() else None,
                 upload(min_p) if min_p.any() else None,
             )
-        tokens, logprobs, support_logprobs = sample_rows(
-            logits, temperatures, numbers, limits, kernels=kernels
+        masked = table.masks[rows]
+        keeps = self.reports and bool(masked.any())
+        choice = sample_rows(
+            logits, temperatures, numbers, limits, kernels=kernels, keep_weights=keeps
         )
-        columns: dict[str, tuple[Any, ...]] = {}
-        if support_logprobs is not None:
-            values = zip(limited.tolist(), support_logprobs.tolist(), strict=True)
-            columns[SUPPORT_LOGPROBS] = tuple([value if has else None for has, value in values])
+        tokens, logprobs = choice.tokens, choice.logprobs
+        if table.num_forced[rows].any():
+            which, ids = map(upload, table.forced_at(places))
+            tokens = tokens.index_copy(0, which, ids)
+            scaled = logits[which], temperatures[which], ids[:, None]
+            given = gather_logprobs(*scaled, kernels=kernels)
+            logprobs = logprobs.index_copy(0, which, given[:, 0])
         if self.raw:
             logits, temperatures = model_logits, torch.ones_like(temperatures)
             logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
+        if not self.reports:
+            return ChosenTokens(tokens, logprobs)
+        columns: dict[str, tuple[Any, ...]] = {}
+        if choice.support_logprobs is not None:
+            values = zip(limited.tolist(), choice.support_logprobs.tolist(), strict=True)
+            columns[SUPPORT_LOGPROBS] = tuple([value if has else None for has, value in values])
+        if keeps:
+            from .support import sampling_masks
+
+            own = choice, masked, temperature == 0
+            columns[SAMPLING_MASKS] = sampling_masks(*own, self.most_in_mask)
         counts = table.num_logprobs[rows]
         tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
         return ChosenTokens(tokens, logprobs, tops, columns)
-
-    def score_prompts(
-        self, logits: Tensor, rows: IntArray, starts: IntArray, num_scored: IntArray
-    ) -> tuple[PromptLogprobs, ...]:
-        """Return the logprobs of prompt tokens, given the tokens before them.
-
-        Penalties and bias never apply to a prompt, and raw logprobs ignore the temperature.
-
-        Args:
-            logits: `[sum(num_scored), vocab]` float32 of the model, row by row: they predict the
-                tokens after the first `num_scored` tokens of this step.
-            rows: `[batch]`, of the table.
-            starts: `[batch]`, tokens that were computed before this step.
-            num_scored: `[batch]`, `table.num_to_score`.
-        """
-        table, kernels = self.table, self.kernels
-        scored = num_scored > 0
-        rows, counts = rows[scored], num_scored[scored]
-        starts = starts[scored] + 1
-        place_row, positions = flatten_rows(starts, counts)
-        row_of_place = rows[place_row]
-        token_ids = torch.from_numpy(table.tokens[row_of_place, positions]).to(logits.device)
-        temperatures = torch.from_numpy(table.temperature[row_of_place]).to(logits.device)
-        if self.raw:
-            temperatures = torch.ones_like(temperatures)
-        logprobs = gather_logprobs(logits, temperatures, token_ids[:, None], kernels=kernels)
-        counts_of_places = table.prompt_logprobs[row_of_place]
-        tops = report_top_logprobs(logits, temperatures, counts_of_places, kernels=kernels)
-        values = logprobs[:, 0].tolist()
-        reports = []
-        ends = np.cumsum(counts)
-        for seq_id, start, first, end in zip(
-            table.ids_of(rows).tolist(),
-            starts.tolist(),
-            (ends - counts).tolist(),
-            ends.tolist(),
-            strict=True,
-        ):
-            top = tops[first:end]
-            reports.append(
-                PromptLogprobs(seq_id, start, tuple(values[first:end]), top if any(top) else ())
-            )
-        return tuple(reports)
 
 
 def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -63,6 +63,12 @@ class Fetched(NamedTuple):
         tensors = self.tensors.values()
         return sum(each.nbytes for each in tensors), sum(product(each.shape) for each in tensors)
 
+    @property
+    def logged(self) -> str:
+        """Their run in the log of weights, and the digest of all; "" without a log."""
+        prepared = self.prepared
+        return f"{prepared.run}/{prepared.digest}" if prepared is not None else ""
+
 
 class WeightChanges(Part):
     """Puts staged weights in place when a plan names their version.
@@ -129,6 +135,17 @@ class WeightChanges(Part):
         if self.log is None:
             return fetched
         return fetched._replace(prepared=self.log.prepare(fetched.tensors))
+
+    def recover(self, logged: str, version: int) -> Fetched:
+        """Return the weights of a decided update, which an earlier process has written to the log.
+
+        Raises:
+            WeightsError: They are not in it.
+        """
+        assert self.log is not None
+        run, _, digest = logged.partition("/")
+        prepared = self.manager.prepare(self.log.recover(run, version, digest))
+        return Fetched(prepared, None, self.manager.covers(prepared))
 
     def commit(self, fetched: Fetched, version: int) -> None:
         """Give the weights of an update their version in the log. Raises WeightsError."""

@@ -58,6 +58,10 @@ class LoggedWeights:
         """Give prepared weights their version. Raises WeightsError: `weights_log`."""
         self.writer.commit(prepared, version)
 
+    def recover(self, run: str, version: int, digest_of_all: str) -> dict[str, Tensor]:
+        """Return the weights of a decided version, as `WeightLogWriter.recover`."""
+        return self.writer.recover(run, version, digest_of_all)
+
     def weights(self, version: int, run: str = "") -> dict[str, Tensor]:
         """Return a past version of this run, or of another one (`WeightLog.weights`)."""
         return self.writer.weights(version, run or self.writer.run)

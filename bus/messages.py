@@ -117,6 +117,8 @@ class RequestOpened(Internal, frozen=True):
         embeds: Whether the request needs the prompt's vector.
         tenant: Label of metrics.
         parts: Sections of optional parts.
+        prompt_logprob_start: Last position of the prompt before those with logprobs.
+        num_targets: Targets at positions of the prompt; None if none were given.
     """
 
     request_id: str
@@ -137,6 +139,8 @@ class RequestOpened(Internal, frozen=True):
     embeds: bool = False
     tenant: str = ""
     parts: Sections = ()
+    prompt_logprob_start: int = 0
+    num_targets: int | None = None
 
 
 class Prompt(InternalPart, frozen=True, array_like=True):

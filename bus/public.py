@@ -6,6 +6,7 @@ timestamps since the Unix epoch, budgets relative. Token ids are plain ints.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -492,8 +493,8 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         finish_reason: Set on the sample's last chunk.
         weight_version: Version of these tokens' weights.
         top_logprobs: `[k]`, as in CompletionSample.
-        prompt_logprobs, prompt_top_logprobs: As in Completion, in the first chunk of the first
-            sample; None in all others.
+        prompt_logprobs, prompt_top_logprobs, prompt_token_id_logprobs, prompt_token_ranks: As in
+            Completion, in the first chunk of the first sample; None in all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
         support_logprobs, sampling_masks: `[k]`, as in CompletionSample.
     """
@@ -513,6 +514,13 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     adapter_version: int = 0
     support_logprobs: tuple[float, ...] | None = None
     sampling_masks: tuple[bytes, ...] | None = None
+    prompt_token_id_logprobs: bytes | None = None
+    prompt_token_ranks: tuple[int | None, ...] | None = None
+
+
+def mask_ids(mask: bytes) -> tuple[int, ...]:
+    """Return the token ids of a packed sampling mask."""
+    return struct.unpack(f"<{len(mask) // 4}i", mask)
 
 
 TOKEN_COLUMNS = ("support_logprobs", "sampling_masks")
@@ -538,8 +546,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
         samples: All samples in order; after an error, their output until then.
         trace_id: 32 hex digits; empty for an untraced request.
         prompt_logprobs: `[prompt]`, each prompt token's logprob given those before it; None for the
-            first. None if not requested (`sampling.prompt_logprobs`), or if the request ended
-            before all were known.
+            first, and up to `sampling.prompt_logprob_start`. None if not requested
+            (`sampling.prompt_logprobs`), or if the request ended before all were known.
         prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
         prompt_token_ids: `[prompt]`, the tokenised prompt. Empty if the request ended before a
             sample began.
@@ -551,6 +559,11 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             a sample began.
         fork: Where the request began; None if it was no fork, or ended before a sample began.
         session: Its session; None without one, or if the request ended before a sample began.
+        prompt_token_id_logprobs: `[targets]`, float32, little-endian, base64 in JSON: the logprob
+            of each id in `sampling.prompt_logprob_token_ids`, list by list, without those of -1.
+            None as for `prompt_logprobs`.
+        prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: the place of each token among
+            all tokens there, from 1, likeliest first; None where it has no logprob.
     """
 
     request_id: str
@@ -570,6 +583,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     recipe: Recipe | None = None
     fork: ForkOrigin | None = None
     session: TreeSession | None = None
+    prompt_token_id_logprobs: bytes | None = None
+    prompt_token_ranks: tuple[int | None, ...] | None = None
 
 
 Output = CompletionChunk | Completion

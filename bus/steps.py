@@ -167,12 +167,14 @@ class PromptLogprobs(InternalPart, frozen=True, array_like=True):
         start: Position in the prompt of the first token reported, at least 1.
         logprobs: `[k]`, of the tokens at `start .. start + k - 1`.
         top_logprobs: `[k]`, or empty when none were requested.
+        ranks: `[k]`, with top logprobs: each token's place among all tokens, from 1.
     """
 
     seq_id: int
     start: int
     logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class VerifiedDraft(InternalPart, frozen=True, array_like=True):

@@ -137,7 +137,13 @@ class PastWeights(msgspec.Struct, frozen=True, array_like=True, tag="past"):
 
 
 WeightsSource = (
-    FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | DeltaWeights | PastWeights
+    FolderWeights
+    | SharedMemoryWeights
+    | GroupWeights
+    | LocalWeights
+    | DeltaWeights
+    | ArcWeights
+    | PastWeights
 )
 
 
@@ -164,9 +170,12 @@ def source_of(
 
     Its tensors must not change until all executors are done. A `WeightDelta` has its own source.
     """
-    source = getattr(weights, "source", weights)
-    if not isinstance(source, Mapping):
-        yield source
+    own = getattr(weights, "source", None)
+    if isinstance(own, DeltaWeights):
+        yield own
+        return
+    if not isinstance(weights, Mapping):
+        yield weights
         return
     key = uuid.uuid4().hex
     _LAID_DOWN[key] = weights

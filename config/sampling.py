@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, takewhile
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
@@ -16,8 +17,10 @@ MAX_INT64 = 2**63 - 1
 Int64 = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 """An integer that fits 64 bits, signed. JSON has larger ones, which MessagePack can't carry."""
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 100
 MAX_PROMPT_LOGPROBS = 100
+MAX_PROMPT_TARGETS = 1024
+"""Most targets at a position of a prompt."""
 
 
 class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -87,7 +90,7 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
         logprobs: Report so many of the likeliest tokens at each place, beside the sampled one's
             logprob, which is always reported.
         prompt_logprobs: Report the logprobs of the prompt's tokens, and so many of the likeliest
-            at each place; None is off. The prompt is then computed in full.
+            at each place; None is off. The prompt is then computed from `prompt_logprob_start` on.
         constraint: The form of the text; None for any. A sample that ends with "stop" is
             complete, one that ends with "length" was cut off.
         max_draft_tokens: Most drafted tokens of a sample in one step, where the engine speculates;
@@ -96,8 +99,17 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             where the engine has one. It changes no token and no logprob.
         return_sampling_mask: Report each position's support, the tokens that could be sampled
             there, as their ids.
+        prompt_sampling_masks: Sampling masks of the prompt's last tokens, packed or as lists of
+            ids; an empty one stands for all tokens. Their logprobs are of the distribution within
+            these supports: that of a sample that was drawn under limits.
         forced_tokens: The first tokens of each sample, in place of sampled ones: computed and
             reported as if they had been sampled. Sampling goes on after them.
+        prompt_logprob_token_ids: Targets: token ids whose logprobs are reported at positions of the
+            prompt. List i is for position `prompt_logprob_start + 1 + i`; there is one for each
+            position from there to the prompt's end. An empty list asks for nothing at its position,
+            and neither does an id of -1.
+        prompt_logprob_start: Report no logprobs of the prompt up to this position, whose KV may
+            then come from the prefix cache.
     """
 
     # Between 0 and 1e-4, and above 1e4, scaled logits leave float32: logprobs would be NaN.
@@ -161,7 +173,7 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
     logprobs: Annotated[
         Int64,
         Parameter(
-            "how many of the likeliest tokens to show at each place, up to 20",
+            "how many of the likeliest tokens to show at each place, up to 100",
             Range(f"from 0 to {MAX_LOGPROBS}", 0, MAX_LOGPROBS),
             sglang="",
         ),
@@ -208,6 +220,52 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
         """Whether top_k, top_p or min_p restricts the choice."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
+    prompt_logprob_token_ids: Annotated[
+        tuple[tuple[Int64, ...], ...] | None,
+        Parameter(
+            "as vLLM's: for each position of the prompt after `prompt_logprob_start` a list of "
+            "token ids whose logprobs are returned there as `prompt_token_id_logprobs`; -1 is "
+            "padding; not in a stream",
+            sglang="",
+        ),
+    ] = None
+    prompt_logprob_start: Annotated[
+        Int64,
+        Parameter(
+            "logprobs of the prompt begin after this position; 0 is all of them",
+            Range("0 or a position of the prompt", 0, MAX_INT64),
+            sglang="",
+        ),
+    ] = 0
+    prompt_sampling_masks: Annotated[
+        tuple[bytes | tuple[Int64, ...], ...] | None,
+        Parameter(
+            "ours: for each of the prompt's last tokens the ids among which it was sampled, as a "
+            "list or as `sampling_masks` has them: its logprobs are of these alone"
+        ),
+    ] = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logprobs at positions of the prompt are wanted."""
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
+
+    @property
+    def first_scored(self) -> int:
+        """The first position of the prompt whose logits are read."""
+        if self.prompt_logprobs is not None or self.prompt_logprob_token_ids is None:
+            return self.prompt_logprob_start
+        rows = takewhile(asks_for_nothing, self.prompt_logprob_token_ids)
+        return self.prompt_logprob_start + sum(1 for _ in rows)
+
+    @property
+    def num_targets(self) -> int | None:
+        """The number of targets in the prompt, padding not counted; None if none were given."""
+        if self.prompt_logprob_token_ids is None:
+            return None
+        ids = chain.from_iterable(self.prompt_logprob_token_ids)
+        return sum(token_id >= 0 for token_id in ids)
+
     def __post_init__(self) -> None:
         """Copy collections, so that a caller who changes its own does not change these.
 
@@ -221,12 +279,24 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             self._freeze("forced_tokens", tuple, list)
         if type(self.logit_bias) is not FrozenDict:
             self._freeze("logit_bias", FrozenDict, dict)
+        for name in ("prompt_logprob_token_ids", "prompt_sampling_masks"):
+            if (lists := getattr(self, name)) is not None:
+                if hasattr(lists, "tolist"):  # an array or a tensor
+                    lists = lists.tolist()
+                if isinstance(lists, list | tuple):
+                    rows = [tuple(row) if isinstance(row, list) else row for row in lists]
+                    msgspec.structs.force_setattr(self, name, tuple(rows))
 
     def _freeze(self, name: str, kind: type, taken: Any) -> None:
         given = getattr(self, name)
         if isinstance(given, taken):
             with suppress(TypeError):  # elements without a hash
                 msgspec.structs.force_setattr(self, name, kind(given))
+
+
+def asks_for_nothing(targets: Sequence[int]) -> bool:
+    """Return whether targets of a position are padding alone."""
+    return max(targets, default=-1) < 0
 
 
 _HINTS = get_type_hints(SamplingParams, include_extras=True)

@@ -264,7 +264,7 @@ class InferenceEngine(EngineForks, ModelParts):
             if self._reference is None:
                 raise ArgumentError("there is no reference model; set engine.reference_model_path")
             return self._reference.score(prompts, completions, sampling_params)
-        only_score = params_to_score(sampling_params, len(prompts))
+        only_score = params_to_score(sampling_params, prompts)
         pairs = zip(prompts, completions, strict=True)
         scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
         return [

@@ -1,18 +1,19 @@
-"""Parts of an `InferenceEngine`'s model that change between two steps: adapters, and the owners of
-experts."""
+"""Calls of an `InferenceEngine` about targets in prompts, and about the parts of its model that
+change between two steps: adapters, and the owners of experts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from ..bus.control import AdapterReady, LoadAdapter
+from ..bus.targets import Logprobs
 from ..bus.weights import InFlight, check_in_flight
-from ..config import AdapterError
+from ..config import AdapterError, SamplingParams
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
 from ..stages.admission.parts.adapters import Adapters
@@ -22,11 +23,13 @@ from ..stages.executor.parts.adapters import AdapterChanges
 from ..stages.executor.parts.experts import Experts, move_experts
 from ..store.loaded_adapter import LoadedAdapter
 from .engine_calls import one_at_a_time
+from .engine_requests import check_prompts, params_of_targets
+from .rollouts import TrainingSample
 
 
 @one_at_a_time
 class ModelParts(ABC):
-    """The calls of an engine about adapters and experts."""
+    """The calls of an engine about targets, adapters and experts."""
 
     _admission: AdmissionCore
     _batching: BatchingCore
@@ -35,6 +38,38 @@ class ModelParts(ABC):
     @abstractmethod
     def _executor(self) -> ExecutorCore:
         """The executor. Raises RuntimeError after the shutdown."""
+
+    @abstractmethod
+    def generate(self, prompts: Any, sampling_params: Any) -> list[TrainingSample]:
+        """Complete prompts, each with its own parameters."""
+
+    def score_targets(
+        self,
+        prompts: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[Sequence[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Logprobs]:
+        """Return the logprobs of given token ids at the last positions of prompts.
+
+        KV of the tokens before these positions may be cached.
+
+        Args:
+            prompts: Token ids, those of completions included.
+            targets: For each prompt, lists of token ids for as many of its last positions: a list
+                or an array `[positions, ids]`. -1 asks for nothing.
+            sampling_params: One for all, or one for each; only the temperature counts.
+
+        Returns:
+            For each prompt `[positions, most targets at a position]`, float32, with minus infinity
+            where nothing was asked for.
+
+        Raises:
+            RequestError: An argument is refused, as for `score`. Nothing was computed.
+        """
+        prompts = check_prompts(prompts)
+        params = params_of_targets(sampling_params, prompts, targets)
+        found = [each.prompt_token_id_logprobs for each in self.generate(prompts, params)]
+        return cast(list[Logprobs], found)
 
     def load_adapter(
         self,

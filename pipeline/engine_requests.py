@@ -20,6 +20,7 @@ from ..bus.public import (
     KVSession,
     OnVersionLag,
 )
+from ..bus.targets import Logprobs, packed_targets, target_array
 from ..config import RequestError, SamplingParams, shown
 from ..stages.admission.arrivals import Accepted
 from .rollouts import Prompt, RequestId, TrainingSample
@@ -356,6 +357,8 @@ def make_sample(
         completion_tokens=sample.token_ids,
         prompt_logprobs=completion.prompt_logprobs,
         prompt_top_logprobs=completion.prompt_top_logprobs,
+        prompt_token_ranks=completion.prompt_token_ranks,
+        prompt_token_id_logprobs=_targets(request.accepted.admitted.sampling, completion),
         request_id=request.request_id,
         kv_session=completion.kv_session,
         recipe=recipe,
@@ -365,6 +368,11 @@ def make_sample(
         billed_ns=completion.usage.billed_ns,
         **{name: getattr(sample, name) for name in _SHARED_FIELDS},
     )
+
+
+def _targets(sampling: SamplingParams, completion: Completion) -> Logprobs | None:
+    wanted, found = sampling.prompt_logprob_token_ids, completion.prompt_token_id_logprobs
+    return None if wanted is None or found is None else target_array(wanted, found)
 
 
 def completion_of(*samples: TrainingSample) -> Completion:
@@ -386,29 +394,65 @@ def completion_of(*samples: TrainingSample) -> Completion:
         prompt_token_ids=first.prompt_tokens,
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_logprobs=first.prompt_top_logprobs,
+        prompt_token_ranks=first.prompt_token_ranks,
+        prompt_token_id_logprobs=packed_targets(first.prompt_token_id_logprobs),
         recipe=first.recipe,
     )
 
 
 def params_to_score(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    prompts: Sequence[Sequence[int]],
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of `number` requests that score completions.
+    """Return the sampling parameters of requests that score a completion after each prompt.
 
-    Each request has prompt and completion together as its prompt, and wants its logprobs. It must
-    sample one token, which is not used.
+    Each request has prompt and completion together as its prompt, and wants the completion's
+    logprobs; KV of the prompt may be cached. It must sample one token, which is not used.
 
     Raises:
         RequestError: The numbers of parameters and prompts differ, or one is not SamplingParams.
     """
-    params = params_of_all(sampling_params, number)
+    params = params_of_all(sampling_params, len(prompts))
     if wrong := [each for each in params if not isinstance(each, SamplingParams)]:
         raise ArgumentError(f"sampling_params holds {shown(wrong[0])}; give SamplingParams")
     return [
         SamplingParams(
-            max_tokens=1, ignore_eos=True, temperature=each.temperature, prompt_logprobs=0
+            max_tokens=1,
+            ignore_eos=True,
+            temperature=each.temperature,
+            prompt_logprobs=0,
+            prompt_logprob_start=max(len(prompt) - 1, 0),
+            prompt_sampling_masks=each.prompt_sampling_masks,
         )
-        for each in params
+        for each, prompt in zip(params, prompts, strict=True)
+    ]
+
+
+def params_of_targets(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    prompts: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[Sequence[int]]],
+) -> list[SamplingParams]:
+    """Return the sampling parameters of requests for the logprobs of targets at the last positions
+    of prompts.
+
+    Raises:
+        RequestError: The numbers of parameters, prompts and targets differ, a parameter is not
+            SamplingParams, or a prompt has more targets than positions after its first.
+    """
+    if len(targets) != len(prompts):
+        raise ArgumentError(f"targets has {len(targets)} entries for {len(prompts)} prompts")
+    rows = [[*map(_without_arrays, _without_arrays(each))] for each in targets]
+    starts = [[0] * (len(each) - len(own)) for each, own in zip(prompts, rows, strict=True)]
+    if not all(starts):
+        raise ArgumentError(
+            f"targets has {len(rows[starts.index([])])} lists for a prompt of "
+            f"{len(prompts[starts.index([])])} tokens; the first token has no logprob, and each "
+            "other one at most one list"
+        )
+    return [
+        msgspec.structs.replace(params, prompt_logprobs=None, prompt_logprob_token_ids=own)
+        for params, own in zip(params_to_score(sampling_params, starts), rows, strict=True)
     ]
 
 

@@ -429,7 +429,7 @@ def _result(
     samples = tuple(each.result() for each in comparisons)
     different = tuple(
         name
-        for name in ("prompt_logprobs", "prompt_top_logprobs")
+        for name in ("prompt_logprobs", "prompt_top_logprobs", "prompt_token_id_logprobs")
         if getattr(recorded, name) is not None
         and not _equal(getattr(recorded, name), getattr(computed, name))
     )

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob, VersionLag
 from ..config import SamplingParams
@@ -52,6 +54,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         sampling_masks: `[completion]`, on request: the ids of the tokens that could be sampled at
             each position, `numpy.frombuffer(mask, "<i4")`. Empty for a support of more than
             `max_sampling_mask` tokens.
+        prompt_token_id_logprobs: `[positions, most targets at a position]`, on request: the logprob
+            of each id in `prompt_logprob_token_ids`; minus infinity where nothing was asked for.
+        prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: each token's place among all.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -78,6 +83,8 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     support_logprobs: tuple[float, ...] | None = None
     version_lag: VersionLag | None = None
     sampling_masks: tuple[bytes, ...] | None = None
+    prompt_token_id_logprobs: npt.NDArray[np.float32] | None = None
+    prompt_token_ranks: tuple[int | None, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingSample):
@@ -89,8 +96,12 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def _numbers(self) -> tuple[object, ...]:
-        times = {"time", "billed_ns"}
-        return tuple([getattr(self, name) for name in self.__struct_fields__ if name not in times])
+        names = (name for name in self.__struct_fields__ if name not in ("time", "billed_ns"))
+        return tuple([_comparable(getattr(self, name)) for name in names])
+
+
+def _comparable(value: object) -> object:
+    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
 @runtime_checkable

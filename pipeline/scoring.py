@@ -21,9 +21,11 @@ from ..bus.public import (
     GenerateRequest,
     Output,
 )
+from ..bus.targets import Logprobs, target_array
 from ..config import RequestError, SamplingParams
 from .engine_requests import (
     check_prompts,
+    params_of_targets,
     params_to_score,
     prompt_fields,
     prompt_of,
@@ -253,7 +255,7 @@ class Submitter(ABC):
                 and completions differ, or a completion is empty.
         """
         prompts, completions = token_ids_to_score(prompts, completions)
-        params = params_to_score(sampling_params, len(prompts))
+        params = params_to_score(sampling_params, prompts)
         requests = [
             _alone(like, (*prompt, *completion), sampling)
             for prompt, completion, sampling in zip(prompts, completions, params, strict=True)
@@ -262,6 +264,34 @@ class Submitter(ABC):
         return [
             scored_completion(answer, len(completion))
             for answer, completion in zip(answers, completions, strict=True)
+        ]
+
+    async def score_targets(
+        self,
+        prompts: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[Sequence[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[Logprobs]:
+        """Return the logprobs of given token ids at the last positions of prompts.
+
+        Each prompt is a request of its own. Arguments and numbers are those of
+        `InferenceEngine.score_targets`; `like` as for `score`.
+
+        Raises:
+            RequestError: A request failed, and the others are cancelled; or an argument is refused.
+        """
+        prompts = check_prompts(prompts)
+        params = params_of_targets(sampling_params, prompts, targets)
+        requests = [
+            _alone(like, prompt_of(prompt), own)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        answers = await complete_all(self.complete, requests)
+        return [
+            target_array(own.prompt_logprob_token_ids or (), each.prompt_token_id_logprobs or b"")
+            for own, each in zip(params, answers, strict=True)
         ]
 
     async def embed(

@@ -17,6 +17,7 @@ from ..bus import Bus, Outcome
 from ..bus.control import ChecksumWeights, FinishUpdate, LoadAdapter, UnloadAdapter, UpdateWeights
 from ..bus.envelope import Message
 from ..bus.links import CONTROL, MODEL_MANAGER, MODELS, AnyLink, at
+from ..bus.weights import DeltaWeights, StagedWeights, WeightsSource
 from ..config import (
     REPLICATED,
     AdapterError,
@@ -236,6 +237,21 @@ def least_version(
 Decide = Callable[[int, str], Awaitable[None]]
 """Records the version of an update that all executors have checked, and its place in the log of
 weights."""
+
+MOST_DELTA_BYTES = 64 << 20
+"""The most bytes of a delta in a message: a server passes one message at a time."""
+
+
+def check_size(bus: Bus, source: WeightsSource | StagedWeights) -> None:
+    """Raises WeightsError for a delta that is too large for a message through a server."""
+    if isinstance(source, DeltaWeights) and bus.durable:
+        size = sum(len(data) for _, data in source.tensors)
+        if size > MOST_DELTA_BYTES:
+            raise WeightsError(
+                f"the delta has {size} bytes, and a message may have {MOST_DELTA_BYTES}; send it "
+                "by delta.save(path), SharedWeights(delta) or a group"
+            )
+
 
 GIVE_UP_S = 5.0
 """Longest wait for executors to drop a failed update; without a message they drop it later."""

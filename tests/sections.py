@@ -34,6 +34,7 @@ PLAN: dict[str, Callable[[Any], Section]] = {
 }
 RESULT: dict[str, Callable[[Any], Section]] = {
     "prompt_logprobs": PromptScores,
+    "targets": lambda targets: PromptScores((), (targets,)),
     "adapter_versions": AdaptersResult,
     "pooled": PooledResult,
     "drafts": DraftsResult,

@@ -25,9 +25,14 @@ OLLAMA = dict(zip(_SAME_IN_OLLAMA, _SAME_IN_OLLAMA, strict=True)) | {
 }
 """The same of Ollama's options, which are those of its own samplers."""
 
-_PER_CALL = ("max_tokens", "logprobs", "prompt_logprobs")
+_OF_PROMPTS = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start")
+_PER_CALL = ("max_tokens", "logprobs", *_OF_PROMPTS)
 TEXT_SAMPLING = {name: own for name, own in VLLM.items() if own not in _PER_CALL}
 """Those that have one meaning in all of OpenAI's calls; the others are fields of each body."""
+
+_OF_CHOICES = ("return_sampling_mask", "prompt_sampling_masks")
+RESPONSE_SAMPLING = {name: own for name, own in TEXT_SAMPLING.items() if own not in _OF_CHOICES}
+"""Those of them that responses have."""
 
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
@@ -56,6 +61,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         "flat_logprobs": "only about vLLM's memory",
         "include_stop_str_in_output": _NO_TEXT,
         "output_kind": "`stream` decides",
+        "routed_experts_prompt_start": "only about experts that are reported",
         "skip_special_tokens": _NO_TEXT,
         "spaces_between_special_tokens": "only for slow tokenizers",
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter, ne
 
 from ...bus.entries import (
@@ -13,9 +14,9 @@ from ...bus.entries import (
     is_unicode,
     is_usable_request_id,
 )
-from ...bus.public import GenerateRequest
+from ...bus.public import GenerateRequest, mask_ids
 from ...config import MAX_INT64, RequestError, SamplingParams, shown
-from ...config.sampling import RANGES
+from ...config.sampling import MAX_PROMPT_TARGETS, RANGES
 
 _values_of = attrgetter(*RANGES)
 _DEFAULTS = _values_of(SamplingParams())
@@ -33,6 +34,7 @@ COMPLETION_BYTES = 5120
 TOKEN_ID_BYTES = 8
 LOGPROB_BYTES = 25
 TEXT_BYTES = 16
+TARGET_BYTES = 6
 TOP_LOGPROB_BYTES = len('{"token_id":,"logprob":},') + TOKEN_ID_BYTES + LOGPROB_BYTES
 
 
@@ -184,6 +186,78 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         )
 
 
+def check_targets(sampling: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> None:
+    """Check the targets of a prompt, and where its logprobs begin.
+
+    Raises:
+        RequestError: invalid_prompt_logprob_token_ids, invalid_prompt_logprob_start.
+    """
+    start, targets = sampling.prompt_logprob_start, sampling.prompt_logprob_token_ids
+    if start and not sampling.scores_prompt:
+        raise RequestError(
+            f"prompt_logprob_start is {start}, and no logprobs of the prompt are asked for; give "
+            "prompt_logprobs or prompt_logprob_token_ids, or leave it out",
+            code="invalid_prompt_logprob_start",
+        )
+    if targets is None:
+        return
+    code = "invalid_prompt_logprob_token_ids"
+    if len(targets) != (number := max(num_prompt_tokens - 1 - start, 0)):
+        raise RequestError(
+            f"prompt_logprob_token_ids has {len(targets)} lists; a prompt of {num_prompt_tokens} "
+            f"tokens has {number} positions after prompt_logprob_start ({start}), and one list is "
+            "for each: give an empty one where nothing is asked for",
+            code=code,
+        )
+    if (most := max(map(len, targets), default=0)) > MAX_PROMPT_TARGETS:
+        raise RequestError(
+            f"prompt_logprob_token_ids has a list of {most} ids; at most {MAX_PROMPT_TARGETS} are "
+            "taken at a position",
+            code=code,
+        )
+    ids = [*chain.from_iterable(targets)]
+    if ids and (min(ids) < -1 or max(ids) >= vocab_size):
+        bad = min(ids) if min(ids) < -1 else max(ids)
+        raise RequestError(
+            f"prompt_logprob_token_ids holds token id {shown(bad)}; the model's are 0 to "
+            f"{vocab_size - 1}, and -1 asks for nothing",
+            code=code,
+        )
+
+
+def packed_masks(
+    sampling: SamplingParams, num_prompt_tokens: int, vocab_size: int
+) -> tuple[bytes, ...] | None:
+    """Check the sampling masks of a prompt, and return them packed.
+
+    Raises:
+        RequestError: invalid_prompt_sampling_masks.
+    """
+    masks, code = sampling.prompt_sampling_masks, "invalid_prompt_sampling_masks"
+    if masks is None:
+        return None
+    if not sampling.scores_prompt:
+        raise RequestError(
+            "prompt_sampling_masks are given, and no logprobs of the prompt are asked for; give "
+            "prompt_logprobs as well",
+            code=code,
+        )
+    if len(masks) >= num_prompt_tokens:
+        raise RequestError(
+            f"prompt_sampling_masks has {len(masks)} masks, and a prompt of {num_prompt_tokens} "
+            "tokens has a logprob for each but the first; give those of the last tokens",
+            code=code,
+        )
+    if any(isinstance(mask, bytes) and len(mask) % 4 for mask in masks):
+        raise RequestError(
+            "prompt_sampling_masks has a packed mask that isn't of 4 bytes for each id", code=code
+        )
+    lists = [mask_ids(mask) if isinstance(mask, bytes) else mask for mask in masks]
+    for ids in lists:
+        check_token_ids("prompt_sampling_masks", ids, vocab_size, code)
+    return tuple([struct.pack(f"<{len(ids)}i", *ids) for ids in lists])
+
+
 def check_token_ids(name: str, ids: Collection[int], vocab_size: int, code: str) -> None:
     """Raise RequestError with this code if an id is outside the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
@@ -250,7 +324,11 @@ def result_bytes(
         token += LOGPROB_BYTES
     size = COMPLETION_BYTES + num_prompt_tokens * TOKEN_ID_BYTES + n * sampling.max_tokens * token
     if sampling.prompt_logprobs is not None:
-        size += num_prompt_tokens * (logprob + _tops_bytes(sampling.prompt_logprobs))
+        ranks = TOKEN_ID_BYTES if sampling.prompt_logprobs else 0
+        size += num_prompt_tokens * (logprob + ranks + _tops_bytes(sampling.prompt_logprobs))
+    if (targets := sampling.prompt_logprob_token_ids) is not None:
+        # The recipe repeats them.
+        size += sum(map(len, targets)) * (TARGET_BYTES + TOKEN_ID_BYTES) + len("[],") * len(targets)
     return size
 
 

@@ -286,6 +286,8 @@ class AdmissionCore:
             embeds=pooling is not None,
             tenant=tenant,
             parts=tuple(sections),
+            prompt_logprob_start=sampling.prompt_logprob_start,
+            num_targets=sampling.num_targets,
         )
         admitted = AdmittedRequest(
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),

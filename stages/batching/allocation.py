@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 NO_NAMES: Set[bytes] = frozenset()
 
+UNLIMITED = 2**63 - 1
+"""`max_reuse` of an allocation that may start with any cached tokens."""
+
 
 @dataclass(slots=True, eq=False)
 class Allocation:
@@ -25,8 +28,8 @@ class Allocation:
         token_ids: The ids by which KV is found: the sequence's own list, which it may extend. Any
             64-bit integers, so a hash of media can stand in place of its placeholder tokens.
         scope: Only allocations of the same scope find each other's tokens.
-        may_reuse: Whether to start with cached blocks. Other sequences find what this one computes
-            either way.
+        max_reuse: Most leading tokens to take from the cache. Other sequences find what this one
+            computes in any case.
         block_ids: The block table, extended in place; empty while the sequence does not run.
         source: A block held until it has been copied, or -1.
         generation: The cache's generation when the blocks were taken.
@@ -47,7 +50,7 @@ class Allocation:
 
     token_ids: Sequence[int]
     scope: CacheScope = DEFAULT_SCOPE
-    may_reuse: bool = True
+    max_reuse: int = UNLIMITED
     block_ids: list[int] = field(default_factory=list)
     source: int = -1
     generation: int = 0
@@ -63,6 +66,20 @@ class Allocation:
     fetched_states: Set[bytes] = NO_NAMES
     whole_blocks: bool = False
     num_found: int = 0
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether any cached token may be taken."""
+        return self.max_reuse > 0
+
+    @property
+    def reuses_all(self) -> bool:
+        """Whether all cached tokens may be taken."""
+        return self.max_reuse == UNLIMITED
+
+    def most_cached(self) -> int:
+        """Return the most leading tokens to find: the last one is always computed."""
+        return min(len(self.token_ids) - 1, self.max_reuse)
 
     def held(self) -> list[int]:
         """All blocks that the allocation holds."""

@@ -23,7 +23,7 @@ class PagedKVCache(KVCacheManager):
 
     def _find(self, allocation: Allocation) -> Prefix:
         size, token_ids, names = self.block_size, allocation.token_ids, allocation.names
-        most = len(token_ids) - 1
+        most = allocation.most_cached()
         root = self._extend_names(allocation, most // size)
         block_ids: list[int] = []
         for name in names[: most // size]:

@@ -106,7 +106,7 @@ class RadixKVCache(KVCacheManager):
 
     def _find(self, allocation: Allocation) -> Prefix:
         size, token_ids, nodes = self.block_size, allocation.token_ids, allocation.nodes
-        most = len(token_ids) - 1
+        most = allocation.most_cached()
         # Start after the nodes that were found before and are still indexed.
         del nodes[max(most, 0) // size :]
         node = self._last_alive(allocation)

@@ -151,13 +151,14 @@ def _schedule_prefills(
             most = scored_budget
             if most == MAX_SCORED_TOKENS:
                 most = max(most, seq.num_indivisible)
-            count = max(min(count, most), 0)
+            unscored = max(seq.first_scored - start, 0)
+            count = max(min(count, unscored + most), 0)
         if seq.hands_over:
             count = _without_last_block(seq, start, count, config.block_size)
         for limit in limits:
             count = limit.limit(seq, start, count)
         if seq.scores_prompt:
-            scored_budget -= count
+            scored_budget -= max(count - unscored, 0)
         budget -= count
         if count:
             prefills[seq.seq_id] = count

@@ -11,7 +11,7 @@ import msgspec
 from ...bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
 from ...bus.steps import NewSequence
 from ...config import SamplingParams
-from .allocation import Allocation
+from .allocation import UNLIMITED, Allocation
 
 
 class SequenceStatus(Enum):
@@ -50,6 +50,7 @@ class Sequence:
         cache_scope: As in AdmittedRequest.
         max_drafts: Most drafted tokens that a step may verify; 0 without speculation.
         num_drafting: Drafted tokens that plans in flight may verify.
+        first_scored: First position whose logits are read for logprobs of the prompt.
         num_indivisible: Most tokens of its prompt that one step may have to compute as a whole.
         extras: State of optional parts, by a name.
         allocation: The sequence's part of the prefix cache.
@@ -111,8 +112,8 @@ class Sequence:
         self.max_drafts = 0
         self.num_indivisible = 1
         self.extras: dict[str, Any] = {}
-        may_reuse = not self.computes_all
-        self.allocation = Allocation(self.token_ids, self.cache_scope, may_reuse)
+        self.first_scored = self.sampling.first_scored if self.scores_prompt else 0
+        self.allocation = Allocation(self.token_ids, self.cache_scope, self.max_reuse())
         self.num_planned = len(self.token_ids)
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
         self.num_to_prefill = self.next_commit = self.last_step = 0
@@ -128,13 +129,20 @@ class Sequence:
 
     def for_executor(self, more: dict[str, Any]) -> NewSequence:
         """Return the message with which the executor starts the sequence; `more`: its sections."""
+        sampling = self.sampling
+        given = sampling.prompt_logprob_token_ids or sampling.prompt_sampling_masks
+        if given and not self.scores_prompt:
+            # Another sample scores the prompt: thousands of ids are sent once.
+            sampling = msgspec.structs.replace(
+                sampling, prompt_logprob_token_ids=None, prompt_sampling_masks=None
+            )
         return NewSequence(
             seq_id=self.seq_id,
             token_ids=tuple(self.token_ids),
             num_generated=self.num_generated,
             num_cached=self.num_cached,
             block_ids=tuple(self.block_ids),
-            sampling=self.sampling,
+            sampling=sampling,
             sample=self.spec,
             info=self.info,
             cache_scope=self.cache_scope,
@@ -167,19 +175,21 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the sequence still has to compute the logprobs of its whole prompt.
+        """Whether the sequence still has to compute logprobs of its prompt.
 
         The first sample of a request does it for its siblings. The step that samples the first
         token also finds the last of the prompt's logprobs; after a handover that is done.
         """
-        wanted = self.sampling.prompt_logprobs is not None and not self.handed_over
+        wanted = self.sampling.scores_prompt and not self.handed_over
         return wanted and self.spec.sample_index == 0 and self.num_generated == 0
 
-    @property
-    def computes_all(self) -> bool:
-        """Whether a cached prefix is useless: the cache has KV, but no logits or hidden states."""
+    def max_reuse(self) -> int:
+        """Return how many leading tokens may come from the cache, which has KV, but no logits or
+        hidden states: those before the first position of which these are needed."""
         pooling = self.info.pooling
-        return self.scores_prompt or (pooling is not None and pooling.reads_all)
+        if pooling is not None and pooling.reads_all:
+            return 0
+        return self.first_scored if self.scores_prompt else UNLIMITED
 
     @property
     def pools(self) -> bool:
@@ -314,7 +324,7 @@ class Sequence:
         """RUNNING to WAITING, with all tokens and without blocks; no plan in flight names it."""
         self.status = SequenceStatus.WAITING
         self.allocation.block_ids = []
-        self.allocation.may_reuse = not self.computes_all
+        self.allocation.max_reuse = self.max_reuse()
         self.num_planned = len(self.token_ids)
         self.max_length = self._limit()
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0

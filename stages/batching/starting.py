@@ -58,7 +58,9 @@ def startable(
             break
         match = cache.match(seq.allocation)
         if match.next_run is not None:
-            if match.next_run in computing and seq.allocation.may_reuse:
+            allocation = seq.allocation
+            gains = allocation.num_known * size < allocation.max_reuse
+            if gains and match.next_run in computing:
                 continue
             computing.add(match.next_run)
         elif states.exists and states.follows(seq.allocation, match.num_cached // size):
@@ -125,7 +127,7 @@ def shared_prefills(
 
 def _can_share(seq: Sequence, source: Sequence) -> bool:
     return (
-        seq.allocation.may_reuse
+        seq.allocation.reuses_all
         and not (seq.started or seq.pools)
         and seq.allocation.scope == source.allocation.scope
         and seq.allocation.token_ids == source.allocation.token_ids

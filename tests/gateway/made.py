@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 from nano_inference.bus.public import (
@@ -20,6 +21,8 @@ from .fake import completion, sample
 TOKENS = (5, 6, 7)
 TEXTS = ("five", " six", " seven")
 LOGPROBS = (-0.25, -0.5, -0.75)
+SUPPORTS = (-0.125, 0.0, -0.0625)
+SUPPORT_IDS = ((5, 6), (6, 9, 70_000), ())
 
 
 def tops(number: int) -> tuple[tuple[TokenLogprob, ...], ...] | None:
@@ -35,6 +38,16 @@ def tops(number: int) -> tuple[tuple[TokenLogprob, ...], ...] | None:
     )
 
 
+def columns(request: GenerateRequest) -> dict[str, Any]:
+    """Log S with limits of the choice; and on request masks, of which the last is too large."""
+    found: dict[str, Any] = {}
+    if request.sampling.is_limited:
+        found["support_logprobs"] = SUPPORTS
+    if request.sampling.return_sampling_mask:
+        found["sampling_masks"] = tuple(struct.pack(f"<{len(ids)}i", *ids) for ids in SUPPORT_IDS)
+    return found
+
+
 def told(request: GenerateRequest, index: int, reason: FinishReason = "stop") -> CompletionSample:
     """A sample of three tokens, the last one by newer weights."""
     return sample(
@@ -45,6 +58,7 @@ def told(request: GenerateRequest, index: int, reason: FinishReason = "stop") ->
         top_logprobs=tops(request.sampling.logprobs),
         finish_reason=reason,
         weight_versions=((3, 0), (4, 2)),
+        **columns(request),
     )
 
 
@@ -61,12 +75,20 @@ def chunk(request: GenerateRequest, index: int, place: int, number: int = 1) -> 
         finish_reason="stop" if place == 2 else None,
         weight_version=4 if place == 2 else 3,
         top_logprobs=top and top[here],
+        **{name: each[here] for name, each in columns(request).items()},
     )
 
 
 def scores(request: GenerateRequest) -> dict[str, Any]:
     """Logprobs of the prompt, if they are requested."""
     number, token_ids = request.sampling.prompt_logprobs, request.prompt_token_ids
+    if (targets := request.sampling.num_targets) is not None:
+        logprobs = [-0.5 - place for place in range(targets)]
+        return {"prompt_token_id_logprobs": struct.pack(f"<{targets}f", *logprobs)} | (
+            {"prompt_logprobs": (None,) + (-1.0,) * (len(token_ids or ()) - 1)}
+            if number is not None
+            else {}
+        )
     if number is None or token_ids is None:
         return {}
     found: dict[str, Any] = {

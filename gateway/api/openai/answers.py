@@ -18,10 +18,13 @@ from ....bus.public import (
     FinishReason,
     Output,
     Usage,
+    mask_ids,
 )
+from ....bus.targets import target_array
 from ....text.messages import Delta, MessageFormat
 from ...call import Account
 from ...server.measures import Measures
+from ...serving.arrays import npy_text
 from ...serving.logprobs import (
     TextLogprobs,
     TokenNames,
@@ -35,6 +38,7 @@ from ...serving.tokenizer import READING, Tokenizer, matched_stop
 from ...serving.tools import tool_call
 from .positions import FINISHED, UNBEGUN
 from .requests import ChoicesCall, Prompt
+from .token_images import ranges_of
 
 Answer = dict[str, Any]
 
@@ -84,6 +88,7 @@ class ChoicesWriter:
                 choice.end(sample, completion)
                 choices.append(choice.take())
                 if self.call.kind == "completions":
+                    choices[-1] |= self._targets(completion)
                     choices[-1]["prompt_logprobs"] = prompt_logprobs
                     choices[-1].setdefault("prompt_token_ids", None)
                 reasoning += choice.reasoning_tokens
@@ -95,10 +100,13 @@ class ChoicesWriter:
             answer["fork"] = msgspec.to_builtins(origin)
         if self.call.kind != "generate":
             answer |= _UNSET | (_UNSET_OF_CHATS if self.call.chat else {})
+        answer |= self.shown_prompt()
         if self.call.chat and self.call.token_ids:
             answer["prompt_token_ids"] = self.prompts[0]
         if self.call.prompt_logprobs and self.call.kind != "completions":
             answer["prompt_logprobs"] = self._prompt_logprobs(0, completions[0])
+        if self.call.kind != "completions":
+            answer |= self._targets(completions[0])
         return answer
 
     def head(self, version: int | None, *, chunk: bool) -> Answer:
@@ -118,6 +126,14 @@ class ChoicesWriter:
         kind = "chat.completion" if self.call.chat else "text_completion"
         kind = f"{kind}.chunk" if chunk and self.call.chat else kind
         return {"id": self.call.id, "object": kind} | head
+
+    def shown_prompt(self) -> Answer:
+        """Return the fields with a prompt of tokens; {} for an answer that doesn't show it."""
+        places = self.call.places
+        if places is None:
+            return {}
+        ranges = ranges_of(places) if places else None
+        return {"prompt_token_ids": self.prompts[0], "mm_placeholders": ranges}
 
     def usage(
         self,
@@ -188,7 +204,19 @@ class ChoicesWriter:
         token_ids = self.prompts[prompt]
         if isinstance(token_ids, str) or output.prompt_logprobs is None:
             return []
-        return records_of(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
+        records = records_of(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
+        ranks = output.prompt_token_ranks or [None] * len(records)
+        return [each._replace(rank=rank) for each, rank in zip(records, ranks, strict=True)]
+
+    def _targets(self, completion: Completion) -> Answer:
+        """Return the logprobs of targets in the prompt, if there are any."""
+        wanted, found = (
+            self.call.sampling.prompt_logprob_token_ids,
+            completion.prompt_token_id_logprobs,
+        )
+        if wanted is None or found is None:
+            return {}
+        return {"prompt_token_id_logprobs": npy_text(target_array(wanted, found))}
 
     def _prompt_logprobs(self, prompt: int, completion: Completion) -> list[Any] | None:
         if not self.call.prompt_logprobs or self.names is None:
@@ -346,8 +374,11 @@ class Choice:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
+        if call.sampling.return_sampling_mask:
+            choice["sampling_mask"] = [mask_ids(token.mask or b"") for token in tokens]
         if call.fields.return_weight_versions:
-            choice["weight_versions"] = version_spans(tokens, self._sent_tokens)
+            as_text = call.kind == "generate"
+            choice["weight_versions"] = version_spans(tokens, self._sent_tokens, as_text=as_text)
         self.begun = True
         self._pass(len(tokens))
         return choice
@@ -484,12 +515,15 @@ def usage_of(
     return usage
 
 
-def version_spans(tokens: Iterable[TokenRecord], first: int) -> list[Answer]:
-    """Return the weight versions of the tokens from `first` on, run by run."""
+def version_spans(
+    tokens: Iterable[TokenRecord], first: int, *, as_text: bool = False
+) -> list[Answer]:
+    """Return the weight versions of the tokens from `first` on, run by run; as texts for clients
+    of vLLM's `WeightVersionSpan`."""
     spans: list[Answer] = []
     for version, same in groupby(tokens, attrgetter("version")):
-        start = spans[-1]["end"] if spans else first
-        spans.append({"version": version, "start": start, "end": start + len(list(same))})
+        start, shown = spans[-1]["end"] if spans else first, str(version) if as_text else version
+        spans.append({"version": shown, "start": start, "end": start + len(list(same))})
     return spans
 
 

@@ -108,7 +108,7 @@ class Responses(Part):
             or request.embed is not None
             or request.kv_session is not None  # its KV is to be kept
             or request.sample_seeds  # which the key doesn't have
-            or sampling.prompt_logprobs is not None
+            or sampling.scores_prompt
             or not sampling.response_cache
             or not is_repeatable(sampling)
             # With "auto" deterministic mode doesn't cover adapters.

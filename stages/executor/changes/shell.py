@@ -405,8 +405,9 @@ class StagedChanges:
                 return fetched
             case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)
-                fetched = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
-                return await self._in_background(self._weights.logged, fetched)
+                combined = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
+                logged: do.Fetched = await self._in_background(self._weights.logged, combined)
+                return logged
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):

@@ -23,8 +23,7 @@ from ....bus.parts.columns import (
     Columns,
     columns_of,
 )
-from ....bus.steps import PromptLogprobs
-from ..runner.interface import IntArray, flatten_rows
+from ..runner.interface import IntArray
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
 from .sampling import NO_LIMITS, Limits, sample_rows, uniforms
@@ -136,49 +135,6 @@ class TokenChooser(NamedTuple):
         counts = table.num_logprobs[rows]
         tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
         return ChosenTokens(tokens, logprobs, tops, columns)
-
-    def score_prompts(
-        self, logits: Tensor, rows: IntArray, starts: IntArray, num_scored: IntArray
-    ) -> tuple[PromptLogprobs, ...]:
-        """Return the logprobs of prompt tokens, given the tokens before them.
-
-        Penalties and bias never apply to a prompt, and raw logprobs ignore the temperature.
-
-        Args:
-            logits: `[sum(num_scored), vocab]` float32 of the model, row by row: they predict the
-                tokens after the first `num_scored` tokens of this step.
-            rows: `[batch]`, of the table.
-            starts: `[batch]`, tokens that were computed before this step.
-            num_scored: `[batch]`, `table.num_to_score`.
-        """
-        table, kernels = self.table, self.kernels
-        scored = num_scored > 0
-        rows, counts = rows[scored], num_scored[scored]
-        starts = starts[scored] + 1
-        place_row, positions = flatten_rows(starts, counts)
-        row_of_place = rows[place_row]
-        token_ids = torch.from_numpy(table.tokens[row_of_place, positions]).to(logits.device)
-        temperatures = torch.from_numpy(table.temperature[row_of_place]).to(logits.device)
-        if self.raw:
-            temperatures = torch.ones_like(temperatures)
-        logprobs = gather_logprobs(logits, temperatures, token_ids[:, None], kernels=kernels)
-        counts_of_places = table.prompt_logprobs[row_of_place]
-        tops = report_top_logprobs(logits, temperatures, counts_of_places, kernels=kernels)
-        values = logprobs[:, 0].tolist()
-        reports = []
-        ends = np.cumsum(counts)
-        for seq_id, start, first, end in zip(
-            table.ids_of(rows).tolist(),
-            starts.tolist(),
-            (ends - counts).tolist(),
-            ends.tolist(),
-            strict=True,
-        ):
-            top = tops[first:end]
-            reports.append(
-                PromptLogprobs(seq_id, start, tuple(values[first:end]), top if any(top) else ())
-            )
-        return tuple(reports)
 
 
 def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -6,7 +6,7 @@ A step over many sequences is a constant number of numpy operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ....bus.messages import DEFAULT_SCOPE, CacheScope, RequestInfo
 from ....bus.parts.speculation import Prediction
 from ....bus.steps import NewSequence
-from ....config import Constraint
+from ....config import Constraint, SamplingParams
 from ..runner.interface import NO_ADAPTER, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -48,6 +48,22 @@ class Places(msgspec.Struct, frozen=True):
         return Places(self.rows[which], self.ahead[which])
 
 
+class ScoredPlaces(NamedTuple):
+    """Positions of prompts whose logits a step reads.
+
+    Attributes:
+        which: `[sequences]`, indices of their rows in the step.
+        rows: `[sequences]`, of the SequenceTable.
+        counts: `[sequences]`, positions of each.
+        positions: `[sum(counts)]`, in order for each sequence.
+    """
+
+    which: IntArray
+    rows: IntArray
+    counts: IntArray
+    positions: IntArray
+
+
 class SequenceTable:
     """The executor's sequences.
 
@@ -74,8 +90,12 @@ class SequenceTable:
         masks: Whether the sampling mask of each token is reported.
         num_forced: The number of forced tokens.
         forced: Per row, the forced tokens.
-        prompt_logprobs: Likewise for the prompt; -1 if its logprobs are not requested, or were
-            reported in an earlier run of the sequence.
+        scores: Whether logits at positions of the prompt are still to be read for logprobs.
+        prompt_logprobs: Likewise for the prompt, -1 if its logprobs are not requested; valid while
+            `scores`, as the next two.
+        score_start: The first position whose logits are read for the prompt's logprobs.
+        targets: Per row, its Targets; None without any.
+        supports: Per row, the sampling masks of the prompt's last tokens.
         stop_ids: Per row, the token ids that end it.
         logit_bias: Per row, the bias by token id.
         constrained: Whether the text must follow a grammar.
@@ -119,7 +139,11 @@ class SequenceTable:
         self.masks: BoolArray = np.zeros(rows, np.bool_)
         self.num_forced: IntArray = np.zeros(rows, np.int64)
         self.forced: list[tuple[int, ...]] = [()] * rows
+        self.scores: BoolArray = np.zeros(rows, np.bool_)
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
+        self.score_start: IntArray = np.zeros(rows, np.int64)
+        self.targets: list[Any] = [None] * rows
+        self.supports: list[Any] = [()] * rows
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
         self.logit_bias: list[dict[int, float]] = [{}] * rows
         self.constrained: BoolArray = np.zeros(rows, np.bool_)
@@ -215,9 +239,20 @@ class SequenceTable:
         changed = self.adjusted[row] or self.constrained[row] or forced
         self.plain[row] = not (changed or limited or masks or sampling.logprobs)
         # The first sample reports the prompt for all, before it samples.
-        wanted = sampling.prompt_logprobs
         speaks = new.sample.sample_index == 0 and new.num_generated == 0
-        self.prompt_logprobs[row] = wanted if speaks and wanted is not None else -1
+        self.scores[row] = scores = speaks and sampling.scores_prompt
+        if scores:
+            self._set_scores(row, sampling)
+
+    def _set_scores(self, row: int, sampling: SamplingParams) -> None:
+        from .prompts import Targets
+
+        start, targets = sampling.prompt_logprob_start, sampling.prompt_logprob_token_ids
+        wanted = sampling.prompt_logprobs
+        self.prompt_logprobs[row] = -1 if wanted is None else wanted
+        self.score_start[row] = start
+        self.targets[row] = None if targets is None else Targets.of(targets, start)
+        self.supports[row] = sampling.prompt_sampling_masks or ()
 
     def change_adapter(self, before: int, after: int) -> None:
         """Move all sequences from one adapter's slot to another."""
@@ -297,17 +332,32 @@ class SequenceTable:
         pairs = zip(places.rows[which].tolist(), positions[which].tolist(), strict=True)
         return which, np.array([self.forced[row][position] for row, position in pairs], np.int64)
 
-    def num_to_score(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """Return how many prompt tokens get logprobs in a step of so many tokens, `[rows]`.
-
-        These are the tokens after the computed ones, up to the prompt's last.
-        """
-        wanted = self.prompt_logprobs[rows] >= 0
-        if not wanted.any():
-            return np.zeros_like(rows)
-        before_last = self.num_known[rows] - self.num_generated[rows] - 1
-        left = np.maximum(before_last - self.num_computed[rows], 0)
-        return np.where(wanted, np.minimum(num_tokens, left), 0)
+    def take_scored(self, rows: IntArray, num_tokens: IntArray) -> ScoredPlaces | None:
+        """Return the positions of prompts whose logits a step of so many tokens reads, for
+        logprobs of the tokens after them; None without any. Each position is returned once."""
+        scoring = self.scores[rows]
+        if not scoring.any():
+            return None
+        which, positions = [], []
+        for index in np.flatnonzero(scoring).tolist():
+            row = rows[index]
+            last = int(self.num_known[row] - self.num_generated[row]) - 1
+            start = int(self.num_computed[row])
+            end = start + int(num_tokens[index])
+            self.scores[row] = end <= last
+            if self.prompt_logprobs[row] >= 0:
+                found = np.arange(max(start, int(self.score_start[row])), min(end, last))
+            else:
+                targets = self.targets[row]
+                found = targets.positions[targets.within(start, min(end, last))]
+            if len(found):
+                which.append(index)
+                positions.append(found)
+        if not which:
+            return None
+        counts = np.array([*map(len, positions)], np.int64)
+        where = np.array(which, np.int64)
+        return ScoredPlaces(where, rows[where], counts, np.concatenate(positions))
 
     def _enlarge(self) -> None:
         """Double the number of rows."""

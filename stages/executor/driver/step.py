@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ....bus.control import Cancel
 from ....bus.parts.images import PromptMedia
+from ....bus.parts.scoring import PromptScores
 from ....bus.sections import Section
 from ....bus.steps import (
     AUDIT_SEQ_ID,
     NewSequence,
-    PromptLogprobs,
     StartedSequence,
     StepPlan,
     VerifiedDraft,
@@ -42,7 +42,7 @@ from .choose import ChosenTokens, TokenChooser, packed_sampling
 from .constraints import Constraints, PendingMasks
 from .sampled import Pooled, SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
-from .sequences import BoolArray, Places, SequenceTable
+from .sequences import BoolArray, Places, ScoredPlaces, SequenceTable
 
 if TYPE_CHECKING:
     from ..runner.graphs import DecodeGraphs
@@ -58,7 +58,7 @@ class StepOutputs(NamedTuple):
 
     Attributes:
         sampled: The tokens; None if no row samples.
-        prompts: As in StepResult.
+        prompts: Logprobs at positions of prompts; None without any.
         pooled: Vectors of prompts.
         verified: As StepResult's `drafts`.
         proposed: All drafts for the step, by row of the SequenceTable.
@@ -66,7 +66,7 @@ class StepOutputs(NamedTuple):
     """
 
     sampled: SampledRows | None = None
-    prompts: tuple[PromptLogprobs, ...] = ()
+    prompts: PromptScores | None = None
     pooled: Pooled = ()
     verified: tuple[VerifiedDraft, ...] = ()
     proposed: Mapping[int, Draft] = {}
@@ -99,7 +99,7 @@ class BegunStep(NamedTuple):
         output: Output of the pass.
         step: Its rows.
         samples: `[rows]`, which of them sample.
-        num_scored: `[rows]`, prompt tokens to score.
+        scored: Positions of prompts whose logits are read; None without any.
         last_token: `[rows]`, the index of each row's last token.
         places: Positions at which tokens are sampled.
         masks: For these places; None if there are none.
@@ -110,7 +110,7 @@ class BegunStep(NamedTuple):
     output: StepOutput
     step: _Pass
     samples: BoolArray
-    num_scored: IntArray
+    scored: ScoredPlaces | None
     last_token: IntArray
     places: Places
     masks: PendingMasks | None
@@ -260,21 +260,21 @@ class StepRunner:
         logits_of: IntArray | None = None
         if not num_tokens.all():
             step, samples, logits_of = _computing_rows(step, samples)
-        num_scored = table.num_to_score(step.rows, step.num_tokens)
+        scored = table.take_scored(step.rows, step.num_tokens)
         # A graph has no adapters, and one token for each sequence.
-        plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
+        plain = samples.all() and scored is None and (table.adapter[rows] < 0).all()
         if self.images is not None and self.images.in_step(rows, table.num_computed[rows]):
             plain = False
         graphs = self.graphs
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
-        inputs, last_token = self._inputs(step, samples, num_scored)
+        inputs, last_token = self._inputs(step, samples, scored)
         output = self.runner.start(inputs, with_states=bool(table.pools[step.rows].any()))
         table.num_computed[rows] = ends
         if self.states is not None:
             self.states.advance(rows, num_tokens, ends)
         return BegunStep(
-            output, step, samples, num_scored, last_token, places, masks, logits_of, drafts
+            output, step, samples, scored, last_token, places, masks, logits_of, drafts
         )
 
     @torch.inference_mode()
@@ -288,10 +288,13 @@ class StepRunner:
         begun.output.wait()
         step, places, masks, drafts = begun.step, begun.places, begun.masks, begun.drafts
         num_samples = int(begun.samples.sum())
-        prompts: tuple[PromptLogprobs, ...] = ()
-        if begun.num_scored.any():
-            scored = begun.output.logits[num_samples:]
-            prompts = self.chooser.score_prompts(scored, step.rows, step.starts, begun.num_scored)
+        prompts = None
+        if begun.scored is not None:
+            from .prompts import score_prompts
+
+            raw, kernels = self.chooser.raw, self.chooser.kernels
+            logits = begun.output.logits[num_samples:]
+            prompts = score_prompts(self.table, logits, begun.scored, raw=raw, kernels=kernels)
         pooled: Pooled = ()
         if (states := begun.output.states) is not None:
             pooled = self._pool(step, begun.last_token, states)
@@ -347,7 +350,7 @@ class StepRunner:
         return self.pooler.take(step.rows, step.starts, own, versions)
 
     def _inputs(
-        self, step: _Pass, samples: BoolArray, num_scored: IntArray
+        self, step: _Pass, samples: BoolArray, to_score: ScoredPlaces | None
     ) -> tuple[StepInputs, IntArray]:
         """Return the inputs of a pass, and the index of each row's last token. Logits of sampling
         rows come before those of prompts to score."""
@@ -360,9 +363,9 @@ class StepRunner:
         last_token = np.empty_like(order)
         last_token[order] = np.cumsum(counts) - 1
         logits_index = last_token[samples]
-        if num_scored.any():
-            first_token = last_token - step.num_tokens + 1
-            _, scored = flatten_rows(first_token, num_scored)
+        if to_score is not None:
+            before = last_token - step.num_tokens + 1 - step.starts
+            scored = np.repeat(before[to_score.which], to_score.counts) + to_score.positions
             logits_index = np.concatenate((logits_index, scored))
         # All tokens of a decode step are read, and a vector may need any token of a prompt.
         all_read = num_decodes == len(rows) or table.pools[rows].any()

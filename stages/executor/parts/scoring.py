@@ -1,8 +1,7 @@
-"""Logprobs of prompts."""
+"""Logprobs of prompts, and of targets in them."""
 
 from __future__ import annotations
 
-from ....bus.parts.scoring import PromptScores
 from ..driver.sampled import Sampled
 from ..driver.step import LaunchedStep
 from . import Part
@@ -12,5 +11,5 @@ class PromptScoring(Part):
     """Reports the logprobs that a step has computed."""
 
     def finish(self, step: LaunchedStep, sampled: Sampled) -> None:
-        if step.outputs.prompts:
-            step.parts.append(PromptScores(step.outputs.prompts))
+        if step.outputs.prompts is not None:
+            step.parts.append(step.outputs.prompts)

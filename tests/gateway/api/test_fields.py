@@ -151,10 +151,13 @@ GIVEN: dict[str, Any] = {
     "min_tokens": 1,
     "logprobs": 4,
     "prompt_logprobs": 0,
+    "prompt_logprob_token_ids": [[1, -1], []],
+    "prompt_logprob_start": 1,
     "max_draft_tokens": 3,
     "response_cache": False,
 }
 READ = GIVEN | {"stop_token_ids": {8}, "stop": ("x",), "logit_bias": {7: -1.5}}
+READ |= {"prompt_logprob_token_ids": ((1, -1), ())}
 HELLO = [{"role": "user", "content": "a"}]
 INCLUDE = ["message.output_text.logprobs"]
 RESPONSE = {"input": "a", "top_logprobs": 4, "include": INCLUDE, "max_output_tokens": 9}

@@ -169,7 +169,7 @@ SALT = Field("cache_salt", ("s", "é" * 256), ("", None), TEXT, ("s" * 257,))
 SALT = SALT._replace(refusals=refused("invalid_cache_salt"))
 COMMON = (PRIORITY, BUDGET, SALT)
 LENGTH = integer("max_tokens", (1, 3, 10**6, 2**62, None), (4,), (-1, -(2**63)), "length")
-LOGPROBS = integer("logprobs", (1, 20), (0, None), (-1, 21, 2**62))
+LOGPROBS = integer("logprobs", (1, 100), (0, None), (-1, 101, 2**62))
 STREAM = flag("stream", "stream")
 OPTIONS = Field(
     *("stream_options", (), (None, {}, {"include_usage": True}, {"include_obfuscation": 1})),

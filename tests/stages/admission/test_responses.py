@@ -179,7 +179,8 @@ def test_every_parameter_is_in_the_key_or_known_to_change_nothing() -> None:
     text = test_fields_that_may_change_the_response_are_in_the_key.pytestmark[0].args[1]  # type: ignore[attr-defined]
     tried = {name for row in text for name in row}
     rest = set(SamplingParams.__struct_fields__) - tried
-    assert rest == {"max_draft_tokens", "response_cache", "prompt_logprobs"}
+    scored = {"prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"}
+    assert rest == {"max_draft_tokens", "response_cache", *scored}
 
 
 def test_the_order_of_a_schemas_fields_is_in_the_key(core: AdmissionCore) -> None:

@@ -200,11 +200,26 @@ def test_a_lease_without_reuse_finds_nothing_and_is_found(make_cache: MakeCache)
     cache = make_cache(16, 4)
     computed(cache, list(range(6)))
     allocation = Allocation(list(range(10)))
-    allocation.may_reuse = False
+    allocation.max_reuse = 0
     assert cache.match(allocation).num_cached == 0
     assert cache.start(allocation, cache.match(allocation).num_needed).cached_length == 0
     cache.commit(allocation, 10)
     assert match(cache, list(range(10))).num_cached == 9
+    check_index(cache)
+
+
+@pytest.mark.parametrize(("most", "cached"), [(3, 3), (4, 4), (6, 6), (9, 9), (30, 11)])
+def test_a_limited_allocation_takes_no_more_and_is_found(
+    make_cache: MakeCache, most: int, cached: int
+) -> None:
+    cache = make_cache(16, 4)
+    computed(cache, list(range(12)))
+    allocation = Allocation(list(range(12)), max_reuse=most)
+    found = cache.match(allocation)
+    assert found.num_cached == cached
+    assert cache.start(allocation, found.num_needed).cached_length == cached
+    cache.commit(allocation, 12)
+    assert match(cache, list(range(12))).num_cached == 11
     check_index(cache)
 
 

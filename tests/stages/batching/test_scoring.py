@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +87,32 @@ def test_only_the_first_sample_scores_the_prompt() -> None:
     assert not sequence(1, 10, scored=False).scores_prompt
     assert not sequence(1, 10, sample_index=1).scores_prompt
     assert sequence(1, 10, sample_index=1).allocation.may_reuse
+
+
+@pytest.mark.parametrize(
+    ("asked", "reused"),
+    [
+        ({"prompt_logprobs": 0, "prompt_logprob_start": 7}, 7),
+        ({"prompt_logprob_token_ids": [[], [-1], [4, 4], [], []], "prompt_logprob_start": 3}, 5),
+        ({"prompt_logprob_token_ids": [[]] * 9}, 9),
+        ({"prompt_logprob_token_ids": [[]] * 8 + [[1]], "prompt_logprobs": 0}, 0),
+    ],
+)
+def test_tokens_before_the_first_scored_position_may_be_cached(
+    asked: dict[str, Any], reused: int
+) -> None:
+    spec = SequenceSpec(1, 0, seed=0)
+    seq = Sequence(1, (1,) * 10, SamplingParams(**asked), spec=spec)
+    assert (seq.first_scored, seq.allocation.max_reuse) == (reused, reused)
+
+
+def test_unscored_tokens_of_a_scored_prompt_do_not_count_as_scored() -> None:
+    config = SchedulerConfig(max_batch_size=16, max_tokens_per_batch=4096, block_size=16)
+    sampling = SamplingParams(prompt_logprobs=0, prompt_logprob_start=1000)
+    spec = SequenceSpec(1, 0, seed=0)
+    late = Sequence(1, (1,) * 2000, sampling, spec=spec)
+    output = schedule([late, sequence(2, 2000)], [], 10_000, config)
+    assert output.num_tokens == {1: 1000 + MAX_SCORED_TOKENS}
 
 
 @pytest.mark.soak

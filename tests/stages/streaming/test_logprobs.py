@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from nano_inference.bus.messages import TopLogprobs
+from nano_inference.bus.parts.scoring import TargetLogprobs
 from nano_inference.bus.public import CompletionSample, TokenLogprob
 from nano_inference.bus.steps import PromptLogprobs
 
@@ -87,6 +90,43 @@ def test_prompt_logprobs_repeated_after_a_preemption_count_once(client: Client) 
     client.step([(1, 40, "length")], prompt_logprobs=(found(2, 5),))
     assert client.completion().prompt_logprobs == (None, -1.0, -2.0, -3.0, -4.0)
     assert client.completion().prompt_top_logprobs == ((), *(shown(i) for i in range(1, 5)))
+
+
+def test_logprobs_of_a_prompt_may_begin_later(client: Client) -> None:
+    request = request_of(
+        prompt_logprobs=1, prompt_token_ids=PROMPT[:5], prompt_logprob_start=2, num_targets=None
+    )
+    client.step([(1, 40, "length")], new=[started(1, request)], prompt_logprobs=(found(3, 5),))
+    completion = client.completion()
+    assert completion.prompt_logprobs == (None, None, None, -3.0, -4.0)
+    assert completion.prompt_top_logprobs == ((), (), (), shown(3), shown(4))
+
+
+def targets(first: int, *logprobs: float) -> TargetLogprobs:
+    return TargetLogprobs(1, first, struct.pack(f"<{len(logprobs)}f", *logprobs))
+
+
+def test_logprobs_of_targets_are_joined_and_repeated_ones_count_once(client: Client) -> None:
+    start = started(1, request_of(num_targets=5, n=2))
+    client.step(new=[start], targets=targets(0, -1, -2, -3))
+    client.step(new=[start], targets=targets(0, -1, -2))
+    client.step(targets=targets(2, -3, -4, -5))
+    client.step([(1, 40, "length")], new=[started(2, start.request, 1)])
+    client.step([(2, 40, "length")])
+    found = client.completion().prompt_token_id_logprobs
+    assert struct.unpack("<5f", found or b"") == (-1, -2, -3, -4, -5)
+    assert client.chunks()[0].prompt_token_id_logprobs == found
+
+
+def test_targets_that_were_cut_short_are_not_reported(client: Client) -> None:
+    client.step(new=[started(1, request_of(num_targets=5))], targets=targets(0, -1, -2, -3))
+    client.end(cancel_of())
+    assert client.completion().prompt_token_id_logprobs is None
+
+
+def test_no_targets_have_no_logprobs(client: Client) -> None:
+    client.step([(1, 40, "length")], new=[started(1, request_of(num_targets=0))])
+    assert client.completion().prompt_token_id_logprobs == b""
 
 
 @pytest.mark.parametrize(("count", "tops"), [(0, None), (3, ((),))])

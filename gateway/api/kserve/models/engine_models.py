@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import ClassVar
 
 import msgspec
 
-from .....bus.public import EmbedParams, GenerateRequest
+from .....bus.public import EmbedParams, GenerateRequest, mask_ids
+from .....bus.targets import target_array
 from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
 from .....pipeline.engine_requests import params_to_score, token_ids_to_score
@@ -49,6 +51,9 @@ INPUT_IDS = TensorSpec("input_ids", "INT64", (-1,))
 OUTPUT_IDS = "output_ids"
 LOGPROBS = "logprobs"
 REF_LOGPROBS = "ref_logprobs"
+SUPPORT_LOGPROBS = "support_logprobs"
+SAMPLING_MASK, SAMPLING_MASK_SIZES = "sampling_mask", "sampling_mask_sizes"
+TARGET_LOGPROBS = "target_logprobs"
 FINISH_REASON = "finish_reason"
 WEIGHT_VERSION = "weight_version"
 
@@ -163,13 +168,16 @@ class TokensModel(EngineModel):
         TensorSpec("num_output_tokens", "UINT32", (-1,)),
         TensorSpec(LOGPROBS, "FP32", (-1, -1)),
         TensorSpec(REF_LOGPROBS, "FP32", (-1, -1)),
+        TensorSpec(SUPPORT_LOGPROBS, "FP32", (-1, -1)),
+        TensorSpec(SAMPLING_MASK, "INT32", (-1, -1)),
+        TensorSpec(SAMPLING_MASK_SIZES, "INT64", (-1, -1)),
         TensorSpec(FINISH_REASON, "BYTES", (-1,)),
         TensorSpec(WEIGHT_VERSION, "INT64", (-1, -1)),
     )
     decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        sampling = read_sampling(call.request, self._max_samples)
+        sampling = read_sampling(call.request, self._max_samples, masks=True)
         prompt = token_ids_of(call.request, INPUT_IDS.name, await self._services.length.get())
         stream = call.many and bool(flag_of(call.request, STREAM.name))
         images = await self._images(call)
@@ -187,6 +195,11 @@ class TokensModel(EngineModel):
             ref = [each.ref_logprobs for each in deltas if each.ref_logprobs is not None]
             if len(ref) == len(deltas):
                 made.append(rows(REF_LOGPROBS, "FP32", ref, 0))
+            if sampling[1].is_limited:
+                supports = [each.columns.get("support_logprobs", ()) for each in deltas]
+                made.append(rows(SUPPORT_LOGPROBS, "FP32", supports, 0))
+            if sampling[1].return_sampling_mask:
+                made += _masks([each.columns.get("sampling_masks", ()) for each in deltas])
             await answer(made)
 
         if stream:
@@ -195,8 +208,17 @@ class TokensModel(EngineModel):
             await send(whole_samples(await self._complete(call, request), request.n))
 
 
+def _masks(samples: Sequence[Sequence[bytes]]) -> Iterator[NamedTensor]:
+    """Yield the ids of all masks of each sample, and the number of ids of each mask."""
+    masks = [[mask_ids(mask) for mask in sample] for sample in samples]
+    flat = [[*chain.from_iterable(sample)] for sample in masks]
+    yield rows(SAMPLING_MASK, "INT32", flat, NO_TOKEN)
+    yield rows(SAMPLING_MASK_SIZES, "INT64", [[*map(len, each)] for each in masks], NO_TOKEN)
+
+
 class ScoreModel(EngineModel):
-    """Returns the logprobs of a completion's tokens after a prompt.
+    """Returns the logprobs of a completion's tokens after a prompt, and of targets at their
+    positions: a row of ids for each token, in which -1 asks for nothing.
 
     Of the sampling parameters only the temperature counts. The reference model's logprobs are
     returned if there is one.
@@ -204,10 +226,12 @@ class ScoreModel(EngineModel):
 
     prompt_ids = TensorSpec("prompt_ids", "INT64", (-1,))
     completion_ids = TensorSpec("completion_ids", "INT64", (-1,))
+    target_ids = TensorSpec("target_ids", "INT64", (-1, -1), optional=True)
     suffix = ".score"
-    inputs = (prompt_ids, completion_ids, SAMPLING)
+    inputs = (prompt_ids, completion_ids, target_ids, SAMPLING)
     outputs = (
         TensorSpec(LOGPROBS, "FP32", (-1,)),
+        TensorSpec(TARGET_LOGPROBS, "FP32", (-1, -1)),
         TensorSpec(REF_LOGPROBS, "FP32", (-1,)),
         TensorSpec(WEIGHT_VERSION, "INT64", (1,)),
     )
@@ -220,7 +244,10 @@ class ScoreModel(EngineModel):
             for spec in (self.prompt_ids, self.completion_ids)
         )
         token_ids_to_score([prompt], [completion_ids])
-        (params,) = params_to_score(sampling, 1)
+        (params,) = params_to_score(sampling, [prompt])
+        targets = self._targets(call, len(completion_ids))
+        if targets is not None:
+            params = msgspec.structs.replace(params, prompt_logprob_token_ids=targets)
         request = await self._request(call, (*prompt, *completion_ids), (1, params))
         completion = await self._complete(call, request)
         if completion.prompt_logprobs is None:
@@ -230,9 +257,22 @@ class ScoreModel(EngineModel):
             numbers(LOGPROBS, "FP32", found.logprobs),
             numbers(WEIGHT_VERSION, "INT64", [found.weight_version]),
         ]
+        if (scored := completion.prompt_token_id_logprobs) is not None and targets is not None:
+            outputs.append(NamedTensor(TARGET_LOGPROBS, target_array(targets, scored)))
         if found.ref_logprobs is not None:
             outputs.append(numbers(REF_LOGPROBS, "FP32", found.ref_logprobs))
         await answer(outputs)
+
+    def _targets(self, call: ModelCall, num_tokens: int) -> tuple[tuple[int, ...], ...] | None:
+        """Return the targets at each token of the completion; None if there are none."""
+        if (given := call.request.input(self.target_ids.name)) is None:
+            return None
+        if given.shape[0] != num_tokens:
+            raise TensorError(
+                f"{self.target_ids.name} has {given.shape[0]} rows for {num_tokens} tokens in "
+                f"{self.completion_ids.name}; give one for each"
+            )
+        return tuple(map(tuple, given.tolist()))
 
 
 def _logprobs(delta: SampleDelta, names: TokenNames) -> str:

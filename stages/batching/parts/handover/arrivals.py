@@ -90,7 +90,7 @@ class Arrivals(Part):
     def admit(self, seq: Sequence, request: AdmittedRequest) -> None:
         if (remote := remote_of(request)) is not None:
             seq.handed_over = True
-            seq.allocation.may_reuse = not seq.computes_all
+            seq.allocation.max_reuse = seq.max_reuse()
             seq.allocation.num_fetched = self._num_fetched
             self.core.cache.below.expect(seq.allocation, remote)
 

@@ -59,7 +59,7 @@ class Prefills:
         if allocation in self._expected:
             return False
         prefill = self._describe(allocation, num_blocks)
-        if allocation.may_reuse and self._waits(prefill, saves=saves):
+        if allocation.reuses_all and self._waits(prefill, saves=saves):
             return True
         self._expect(prefill)
         return False

@@ -136,7 +136,8 @@ class Tiers(Part, Below):
     def fetch(self, allocation: Allocation, *, ahead: bool = False) -> bool:
         if not allocation.may_reuse:
             return False
-        known, most = allocation.num_known, len(allocation.token_ids) - (not ahead)
+        known = allocation.num_known
+        most = min(len(allocation.token_ids) - (not ahead), allocation.max_reuse)
         names = self._cache.names_of(allocation, most // self._cache.block_size)
         state_waits = False
         if self.states is not None:
@@ -194,9 +195,9 @@ class Tiers(Part, Below):
                 self.blocks.chosen.append(LoadedBlock(name, block_id, before, allocation.scope))
 
     def _following(self, allocation: Allocation, first: int) -> list[bytes]:
-        """Return the names of an allocation's full blocks from `first` on, without the last token,
-        as in `KVCacheManager.start`."""
-        num_full = max(len(allocation.token_ids) - 1, 0) // self._cache.block_size
+        """Return the names of an allocation's full blocks from `first` on that may be loaded, as
+        in `KVCacheManager.start`."""
+        num_full = max(allocation.most_cached(), 0) // self._cache.block_size
         return self._cache.names_of(allocation, num_full)[first:]
 
     # --- between executors --------------------------------------------------------------------

@@ -352,6 +352,17 @@ async def test_a_score_is_of_the_completion_alone(engine: Engine) -> None:
     assert (sent.prompt_token_ids, sent.sampling.max_tokens) == ((1, 2, 3, 4, 5), 1)
 
 
+async def test_targets_are_scored_in_place_of_the_tokens(engine: Engine) -> None:
+    engine.outputs = lambda request: [completion(request, **made.scores(request))]
+    inputs = {"prompt_ids": [1, 2], "completion_ids": [3, 4]}
+    found = await engine.infer("tiny.score", **inputs, target_ids=[[7, -1], [8, 9]])
+    assert found["target_logprobs"] == [[-0.5, -np.inf], [-1.5, -2.5]]
+    (request,) = engine.requests
+    assert request.sampling.prompt_logprob_start == 1
+    with raises("invalid_tensor", "target_ids has 1 rows for 2 tokens"):
+        await engine.infer("tiny.score", **inputs, target_ids=[[7]])
+
+
 async def test_an_aborted_score_is_an_error(engine: Engine) -> None:
     engine.outputs = lambda request: [completion(request, status="cancelled")]
     with raises("aborted"):

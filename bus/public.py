@@ -6,6 +6,7 @@ timestamps since the Unix epoch, budgets relative. Token ids are plain ints.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -515,6 +516,11 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     sampling_masks: tuple[bytes, ...] | None = None
     prompt_token_id_logprobs: bytes | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
+
+
+def mask_ids(mask: bytes) -> tuple[int, ...]:
+    """Return the token ids of a packed sampling mask."""
+    return struct.unpack(f"<{len(mask) // 4}i", mask)
 
 
 TOKEN_COLUMNS = ("support_logprobs", "sampling_masks")

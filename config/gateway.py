@@ -87,6 +87,9 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             "flush_cache", as trainers call it; "all", which adds releasing and resuming memory.
         sync_timeout_s: Time limit for one part of a weight update. Other weight calls wait half a
             minute longer, and are then refused as `weights_busy`.
+        return_sampling_mask: Whether `/inference/v1/generate` returns the sampling masks of every
+            call with top_k, top_p or min_p: for clients of vLLM, where it is a setting of the
+            server. Elsewhere a call's own `return_sampling_mask` decides.
         health_timeout_s: Time limit of `/health_generate` for its one token.
         max_prompts: Limit on prompts of one call, times their samples.
         max_in_flight: Requests of this gateway in the pipeline; more wait here, and tenants take
@@ -139,6 +142,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     models: tuple[str, ...] = ()
     effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
     sync_timeout_s: Seconds = 300.0
+    return_sampling_mask: bool = False
     health_timeout_s: Seconds = 20.0
     max_prompts: PositiveInt = 8192
     # One tenant may use half of the places.

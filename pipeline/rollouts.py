@@ -96,8 +96,6 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def _numbers(self) -> tuple[object, ...]:
-        times = {"time", "billed_ns"}
-        return tuple([getattr(self, name) for name in self.__struct_fields__ if name not in times])
         names = (name for name in self.__struct_fields__ if name not in ("time", "billed_ns"))
         return tuple([_comparable(getattr(self, name)) for name in names])
 

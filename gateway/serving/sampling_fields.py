@@ -30,6 +30,10 @@ _PER_CALL = ("max_tokens", "logprobs", *_OF_PROMPTS)
 TEXT_SAMPLING = {name: own for name, own in VLLM.items() if own not in _PER_CALL}
 """Those that have one meaning in all of OpenAI's calls; the others are fields of each body."""
 
+_OF_CHOICES = ("return_sampling_mask", "prompt_sampling_masks")
+RESPONSE_SAMPLING = {name: own for name, own in TEXT_SAMPLING.items() if own not in _OF_CHOICES}
+"""Those of them that responses have."""
+
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
 _BODY_TYPES = {**TYPES, "stop": str | list[str]}

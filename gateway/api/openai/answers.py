@@ -18,6 +18,7 @@ from ....bus.public import (
     FinishReason,
     Output,
     Usage,
+    mask_ids,
 )
 from ....bus.targets import target_array
 from ....text.messages import Delta, MessageFormat
@@ -373,6 +374,8 @@ class Choice:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
+        if call.sampling.return_sampling_mask:
+            choice["sampling_mask"] = [mask_ids(token.mask or b"") for token in tokens]
         if call.fields.return_weight_versions:
             as_text = call.kind == "generate"
             choice["weight_versions"] = version_spans(tokens, self._sent_tokens, as_text=as_text)

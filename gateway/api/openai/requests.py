@@ -93,7 +93,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     @property
     def lists_tokens(self) -> bool:
         """Whether the answer lists its tokens, or their logprobs or versions."""
-        shown = self.logprobs is not None or self.token_ids
+        shown = self.logprobs is not None or self.token_ids or self.sampling.return_sampling_mask
         return shown or self.fields.return_weight_versions
 
     @property
@@ -202,7 +202,7 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
         RequestError: A field can't be obeyed.
     """
     fields = read_part(body, CompletionBody)
-    prompts = [()] if fields.fork is not None else prompts_of(fields.prompt)
+    prompts: list[Prompt] = [()] if fields.fork is not None else prompts_of(fields.prompt)
     scores_only = fields.max_tokens == 0 and fields.echo
     # As a number in vLLM: true is 1, and false is none.
     top = None if fields.logprobs is False else fields.logprobs
@@ -296,6 +296,8 @@ def read_generate(
     """
     fields = read_part(body, GenerateBody)
     own, sampling = read_sampling_params(fields.sampling_params, "sampling_params", max_model_len)
+    if config.gateway.return_sampling_mask and sampling.is_limited:
+        sampling = msgspec.structs.replace(sampling, return_sampling_mask=True)
     if not fields.token_ids and fields.fork is None:
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
     prompt_logprobs = sampling.prompt_logprobs is not None

@@ -108,12 +108,23 @@ class SGLangBody(msgspec.Struct, frozen=True):
     budget_ms: float | None = None
 
 
+class CustomParams(msgspec.Struct, frozen=True):
+    """`custom_params`: all but slime's are for custom logit processors, of which there are none.
+
+    Attributes:
+        return_top_p_token_ids: Return sampling masks, and logprobs of the support alone.
+    """
+
+    OPEN: ClassVar = True
+
+    return_top_p_token_ids: bool = False
+
+
 class SGLangSampling(msgspec.Struct, frozen=True):
     """`sampling_params` of `/generate`: SGLang's SamplingParams."""
 
     SAMPLING: ClassVar = SGLANG
     NEUTRAL: ClassVar = {
-        "custom_params": "only custom logit processors read them",
         "spaces_between_special_tokens": "only for slow tokenizers",
     }
     REFUSED: ClassVar = {
@@ -128,6 +139,7 @@ class SGLangSampling(msgspec.Struct, frozen=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    custom_params: CustomParams = CustomParams()
 
 
 class SGLangImage(msgspec.Struct, frozen=True):
@@ -156,6 +168,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: Whether logprobs are shown.
         logprob_start: The first place of the prompt's logprobs; -1 for none.
         token_texts: Whether logprobs come with the tokens' texts.
+        within_support: Whether logprobs are of the support alone.
         target_ids: Token ids whose logprobs are shown at each place of the prompt's; () for none.
         images: The images of the prompt, in order.
     """
@@ -167,6 +180,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     logprob_start: int
     token_texts: bool
+    within_support: bool = False
     target_ids: tuple[int, ...] = ()
     images: list[ImageSource] = []
 
@@ -314,6 +328,7 @@ def _prompt_calls(
             logprobs=logprobs,
             logprob_start=start,
             token_texts=logprobs and fields.return_text_in_logprobs,
+            within_support=own.custom_params.return_top_p_token_ids,
             target_ids=tuple(ids or ()),
             images=images,
         )
@@ -341,6 +356,8 @@ def _read_sampling(given: Body) -> tuple[SGLangSampling, SamplingParams]:
     constraint = _constraint(own)
     default = DEFAULT_MAX_NEW_TOKENS
     params = read_sampling(given, SGLANG, _SAMPLING, max_tokens=default, constraint=constraint)
+    if own.custom_params.return_top_p_token_ids:
+        params = msgspec.structs.replace(params, return_sampling_mask=True)
     return own, params
 
 

@@ -95,6 +95,7 @@ class SequenceTable:
             `scores`, as the next two.
         score_start: The first position whose logits are read for the prompt's logprobs.
         targets: Per row, its Targets; None without any.
+        supports: Per row, the sampling masks of the prompt's last tokens.
         stop_ids: Per row, the token ids that end it.
         logit_bias: Per row, the bias by token id.
         constrained: Whether the text must follow a grammar.
@@ -142,6 +143,7 @@ class SequenceTable:
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
         self.score_start: IntArray = np.zeros(rows, np.int64)
         self.targets: list[Any] = [None] * rows
+        self.supports: list[Any] = [()] * rows
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
         self.logit_bias: list[dict[int, float]] = [{}] * rows
         self.constrained: BoolArray = np.zeros(rows, np.bool_)
@@ -250,6 +252,7 @@ class SequenceTable:
         self.prompt_logprobs[row] = -1 if wanted is None else wanted
         self.score_start[row] = start
         self.targets[row] = None if targets is None else Targets.of(targets, start)
+        self.supports[row] = sampling.prompt_sampling_masks or ()
 
     def change_adapter(self, before: int, after: int) -> None:
         """Move all sequences from one adapter's slot to another."""

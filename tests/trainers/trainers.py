@@ -85,7 +85,9 @@ TRAINERS: dict[str, Trainer] = {
     "skyrl": Trainer(
         ["skyrl[tinker]==0.3.0"],
         "skyrl_client.py",
-        "`RemoteInferenceClient`: `generate`, Tinker's `sample`, chats, `render`, sessions",
+        "`RemoteInferenceClient`: `generate`, Tinker's `sample`, chats, `render`, sessions, its "
+        "control plane",
+        "the broadcast of weights, which takes CUDA: the same calls with a path",
     ),
     "skyrl-tinker": Trainer(
         ["skyrl[tinker]==0.3.0"],
@@ -108,10 +110,19 @@ TRAINERS: dict[str, Trainer] = {
         "`VLLMClient`: `generate`, `chat`, `get_sequence_logprobs` with 100 of each position",
         alone=_VLLM,
     ),
+    "trl-grpo": Trainer(
+        ["trl==1.16.0"],
+        "trl_grpo.py",
+        "`GRPOTrainer` in server mode: generation, importance sampling, three steps",
+        "`init_communicator` and `update_named_params` of its client, which take CUDA: the same "
+        "calls with a path",
+        alone=_VLLM,
+    ),
     "trl-async-grpo": Trainer(
         ["trl==1.16.0"],
         "trl_async_grpo.py",
         "`AsyncGRPOTrainer` with its rollout process; weights through a `weight_transfer` object",
+        "FlashAttention's kernel, in torch",
         alone=_VLLM,
     ),
     "verifiers": Trainer(

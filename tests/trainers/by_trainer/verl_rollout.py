@@ -24,7 +24,7 @@ PROMPT = [28, 27, 267, 224, 21, 24, 268]
 
 
 async def main() -> None:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     overrides = ["name=nano-inference", "mode=async", "nnodes=1", "n_gpus_per_node=1"]
     overrides += ["tensor_model_parallel_size=1"]
     with initialize_config_module("verl.trainer.config", version_base=None):

@@ -408,11 +408,8 @@ class BusClient(Submitter):
         await self._operate("executor", message, timeout_s + ANSWER_S, lane=lane)
 
     async def weight_version(self, *, lane: str | None = None) -> int:
-        """Return the version of the current weights; the smallest of several lanes.
-
-        Raises:
-            BusError: A lane did not answer.
-        """
+        """Return the version of the current weights; the smallest of several lanes. Raises BusError
+        if a lane did not answer."""
         return await self._operate("executor", control.TellWeightVersion(), lane=lane)
 
     async def weight_checksums(self) -> dict[str, str]:

@@ -427,8 +427,8 @@ class StagedChanges:
                 return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
-            case do.ReadLogged(_, update, logged):
-                about = logged, update.version
+            case do.ReadLogged(_, update, place):
+                about = place, update.version
                 logged_again: do.Fetched = await self._in_background(self._weights.recover, *about)
                 return logged_again
             case do.Checksum():

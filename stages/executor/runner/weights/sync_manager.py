@@ -231,10 +231,10 @@ class WeightSyncManager:
         Raises:
             WeightsError: `weights_base`: they are not.
         """
-        from .delta import other_base
-
         if base is None:
             return
+        from .delta import other_base
+
         if self.empty:
             raise other_base("none are in place")
         if base != self.version:

@@ -432,8 +432,10 @@ class StagedChanges:
                 logged_again: do.Fetched = await self._in_background(self._weights.recover, *about)
                 return logged_again
             case do.Checksum():
-                checksums: dict[str, str] = await self.on_torch(weights.checksums)
-                return checksums
+                from ..runner.weights.in_place import checksums
+
+                found: dict[str, str] = await self._in_background(checksums, weights)
+                return found
             case do.MoveExperts(_, owners):
                 await self.on_torch(move_experts, self.executor.find(Experts), owners)
             case do.BeginRelease(_, tags):

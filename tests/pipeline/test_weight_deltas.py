@@ -73,11 +73,11 @@ WAYS = [by_itself, blocking, as_a_state_dict, as_a_file, in_shared_memory, to_a_
     "more",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"tensor_parallel": 2}, id="ranks", marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel": 2}, id="ranks", marks=pytest.mark.soak(only=True)),
         pytest.param(
             {"quantization": "int8", "reference_model_path": "unquantized"},
             id="codes",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak(only=True),
         ),
     ],
 )

@@ -47,6 +47,7 @@ OPENED: dict[str, Callable[[Any], Section]] = {
     "keeps": ResponseCaching,
     "response": lambda response: ResponseCaching(0, response),
     "recipe": lambda recipe: recipe,
+    "lag": lambda limit: limit,
 }
 TIMES = ("queued_ns", "waited_ns", "down_since_ns")
 

@@ -18,6 +18,7 @@ from ....bus.public import (
     FinishReason,
     Output,
     Usage,
+    VersionLag,
     mask_ids,
 )
 from ....bus.targets import target_array
@@ -282,6 +283,7 @@ class Choice:
         self._skipped: list[TokenRecord] = []
         self._skips_prompt = after != UNBEGUN
         self._reason: str | None = None
+        self._lag: VersionLag | None = None
         self._stopped_by: int | str | None = None
         self._scored_prompt: list[TokenRecord] = []
         self.waits_for_prompt = call.echo and call.logprobs is not None and not whole
@@ -336,6 +338,7 @@ class Choice:
             matched = matched_stop(sample, call.sampling, self._answers.tokenizer)
             own = isinstance(matched, str) or matched in call.sampling.stop_token_ids
             self._stopped_by = matched if own else None
+        self._lag = sample.version_lag
         self._add(self._parts.end(sample), sample.finish_reason)
 
     def role(self) -> Answer:
@@ -370,12 +373,15 @@ class Choice:
             choice["stop_reason"] = self._stopped_by
         if self._whole and call.kind != "generate":
             choice["token_ids"] = None
+        if self._whole and self._lag is not None:
+            choice["version_lag"] = msgspec.to_builtins(self._lag)
         if call.token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
-        if call.sampling.return_sampling_mask:
-            choice["sampling_mask"] = [mask_ids(token.mask or b"") for token in tokens]
+        masks = [token.mask for token in tokens if token.mask is not None]
+        if call.sampling.return_sampling_mask and len(masks) == len(tokens):
+            choice["sampling_mask"] = [*map(mask_ids, masks)]
         if call.fields.return_weight_versions:
             as_text = call.kind == "generate"
             choice["weight_versions"] = version_spans(tokens, self._sent_tokens, as_text=as_text)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from ....bus.public import FinishReason, Fork, KVSession, SessionAction
+from ....bus.public import FinishReason, Fork, KVSession, OnVersionLag, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING
@@ -137,6 +137,8 @@ class StreamedBody(RequestBody, frozen=True, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     return_weight_versions: bool = False
     kv_session: KVSession | None = None
+    max_version_lag: Int64 | None = None
+    on_version_lag: OnVersionLag = "flag"
 
 
 class TextBody(StreamedBody, frozen=True, kw_only=True):

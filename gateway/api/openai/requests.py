@@ -141,6 +141,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             model=self.adapter or (self.model if forks else ""),
             prediction=self.prediction or None,
             kv_session=self.fields.kv_session,
+            max_version_lag=self.fields.max_version_lag,
+            on_version_lag=self.fields.on_version_lag,
             images=images,
             add_special_tokens=self.add_special_tokens and not images,
         )

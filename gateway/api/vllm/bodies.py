@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -135,10 +135,21 @@ class CheckerBody(msgspec.Struct, frozen=True):
 
 
 class SleepQuery(msgspec.Struct, frozen=True):
-    """`/sleep`, the query."""
+    """`/sleep`, the query; `tags` is SkyRL's."""
 
     level: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
     mode: Mode = "abort"
+    tags: str = ""
+
+
+class RpcBody(msgspec.Struct, frozen=True):
+    """`/collective_rpc`: SkyRL's methods of a weight update."""
+
+    NEUTRAL: ClassVar = {"timeout": "a call ends with what it calls"}
+    REFUSED: ClassVar = {"args": RefusedField("arguments have names: give kwargs")}
+
+    method: str
+    kwargs: dict[str, Any] = {}
 
 
 class ResetQuery(msgspec.Struct, frozen=True):

@@ -40,7 +40,6 @@ from .stage_control import (
     Decide,
     Recipients,
     StageControl,
-    check_size,
     checksums_of,
     finish_together,
     least_version,
@@ -318,7 +317,6 @@ class BusClient(Submitter):
         """
         check_in_flight(in_flight)
         with source_of(weights) as source:
-            check_size(self.bus, source)
             update = control.UpdateWeights(source, in_flight, version, partial, timeout_s)
             executors = await self._control.ready_recipients("executor", ANSWER_S, lane)
             if len(executors) == 1 and decide is None:
@@ -401,7 +399,6 @@ class BusClient(Submitter):
             WeightsError: It could not be fetched, or does not fit the model.
             BusError: A lane did not answer.
         """
-        check_size(self.bus, weights)
         message = control.UpdateWeights(
             weights, partial=True, timeout_s=timeout_s, part_of=update, part=part
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from nano_inference import (
 )
 from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.weights import ArcWeights, DeltaWeights, PastWeights, StagedWeights
+from nano_inference.pipeline import stage_control
 
 from .. import oracle
 from . import short_model
@@ -142,3 +144,13 @@ async def test_parts_of_deltas_change_together(running: Pipeline, loaded: State)
 def test_sources_travel_in_messages(source: Any) -> None:
     update = UpdateWeights(source)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=UpdateWeights) == update
+
+
+def test_a_delta_in_a_message_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bus with a server, which passes one message at a time."""
+    source = DeltaWeights((("a", b"12"),))
+    stage_control._check_size(Mock(durable=True), source)
+    monkeypatch.setattr(stage_control, "MOST_DELTA_BYTES", 1)
+    stage_control._check_size(Mock(durable=False), source)
+    with raises("weights_refused", "delta.save", kind=WeightsError):
+        stage_control._check_size(Mock(durable=True), source)

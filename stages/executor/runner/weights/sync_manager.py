@@ -320,7 +320,7 @@ class WeightSyncManager:
         Raises:
             WeightsError: The parameters are on other ranks too, or are not held as they are.
         """
-        if self._write_everywhere is not None or self._shards.converts or self._closed:
+        if self._write_everywhere is not None or self.shards.converts or self._closed:
             raise WeightsError(
                 "checksums are of plain weights in one process; this model's are spread over "
                 "ranks, quantised or released",

@@ -18,7 +18,6 @@ from .stage_control import (
     Decide,
     Recipients,
     StageControl,
-    check_size,
     checksums_of,
     finish_together,
     least_version,
@@ -77,7 +76,6 @@ class WeightClient:
         """
         check_in_flight(in_flight)
         with source_of(weights) as source:
-            check_size(self.bus, source)
             update = control.UpdateWeights(source, in_flight, version, partial, timeout_s)
             executors = await self._control.ready_recipients("executor", ANSWER_S, lane)
             if len(executors) == 1 and decide is None:
@@ -160,7 +158,6 @@ class WeightClient:
             WeightsError: It could not be fetched, or does not fit the model.
             BusError: A lane did not answer.
         """
-        check_size(self.bus, weights)
         message = control.UpdateWeights(
             weights, partial=True, timeout_s=timeout_s, part_of=update, part=part
         )

@@ -84,11 +84,8 @@ class EngineWeights(ABC):
                     changes.groups.skip(source.group)
                 raise
             fetched = changes.fetch(update)
-        sync = weights.sync_blocking if blocking else weights.start_sync
-        partial = partial or fetched.base is not None
         try:
-            changes.commit(fetched, weights.check_version(version))
-            version = sync(fetched.tensors, version, partial=partial, base=fetched.base)
+            version = changes.put(fetched, version, partial=partial, blocking=blocking)
         finally:
             self._report_memory()
         self._batching.receive(WeightsReady(version, in_flight), now_ns())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from nano_inference import (
 )
 from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.weights import ArcWeights, DeltaWeights, PastWeights, StagedWeights
+from nano_inference.pipeline import stage_control
 
 from .. import oracle
 from . import short_model
@@ -73,11 +75,11 @@ WAYS = [by_itself, blocking, as_a_state_dict, as_a_file, in_shared_memory, to_a_
     "more",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"tensor_parallel": 2}, id="ranks", marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel": 2}, id="ranks", marks=pytest.mark.soak(only=True)),
         pytest.param(
             {"quantization": "int8", "reference_model_path": "unquantized"},
             id="codes",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak(only=True),
         ),
     ],
 )
@@ -142,3 +144,13 @@ async def test_parts_of_deltas_change_together(running: Pipeline, loaded: State)
 def test_sources_travel_in_messages(source: Any) -> None:
     update = UpdateWeights(source)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=UpdateWeights) == update
+
+
+def test_a_delta_in_a_message_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bus with a server, which passes one message at a time."""
+    source = DeltaWeights((("a", b"12"),))
+    stage_control._check_size(Mock(durable=True), source)
+    monkeypatch.setattr(stage_control, "MOST_DELTA_BYTES", 1)
+    stage_control._check_size(Mock(durable=False), source)
+    with raises("weights_refused", "delta.save", kind=WeightsError):
+        stage_control._check_size(Mock(durable=True), source)

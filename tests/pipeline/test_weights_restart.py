@@ -152,12 +152,10 @@ async def test_a_killed_executor_ends_the_wait_for_its_update(deployment: Deploy
             assert await client.weight_version() == 0
 
 
-@pytest.mark.soak
-async def test_killed_executors_catch_up_from_the_log(
-    redis_url: str, tmp_path: Path, soak: bool
-) -> None:
-    """Two replicas, after deltas that came in messages: whichever is killed, and whenever, the lane
-    has one version, and a token has its weights."""
+@pytest.mark.soak(only=True)
+async def test_killed_executors_catch_up_from_the_log(redis_url: str, tmp_path: Path) -> None:
+    """Two replicas, after deltas that came in messages: whichever is killed, the lane has one
+    version, and a token has its weights."""
     loaded = {name: each.bfloat16() for name, each in reference.model().state_dict().items()}
     logged = {"engine.weight_log": str(tmp_path / "weights"), "engine.weight_log_snapshot_every": 3}
     request = {"prompt": "12 + 30 =", "sampling": {"temperature": 0, "max_tokens": 8}}
@@ -165,7 +163,7 @@ async def test_killed_executors_catch_up_from_the_log(
         async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
             await until_ready(client, 2)
             before = loaded
-            for version in range(1, 9 if soak else 4):
+            for version in range(1, 9):
                 new = oracle.announcing(loaded, version)
                 delta = WeightDelta.between(before, new, base_version=version - 1)
                 assert await client.update_weights(delta) == version

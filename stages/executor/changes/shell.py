@@ -406,8 +406,8 @@ class StagedChanges:
             case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)
                 combined = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
-                logged: do.Fetched = await self._in_background(self._weights.logged, combined)
-                return logged
+                whole: do.Fetched = await self._in_background(self._weights.logged, combined)
+                return whole
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):

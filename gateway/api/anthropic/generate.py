@@ -31,6 +31,7 @@ from ...serving.prepared import (
     conversation_tokens,
     prepare,
 )
+from ...serving.rendered import rendered
 from ...serving.samples import SampleChunks, stream_unsent
 from ...serving.services import Services
 from .answers import Answer, MessageWriter
@@ -80,19 +81,8 @@ class MessageCalls:
         if isinstance(model := body.get("model"), str):
             await services.served.check(model, call.caller)
         fields = read_messages(body)
-        async with connected(call.cancelled):
-            edited, use = await self._conversation(call, fields)
-        prepared = await prepare(
-            call,
-            services,
-            edited.conversation,
-            use,
-            sampling_of(body, fields),
-            reasoning_budget=budget_of(fields),
-            budget_param="thinking.budget_tokens",
-        )
-        tenant = call.tenant
-        asked = request_of(fields, prepared, tenant, services.config)
+        edited, prepared = await self._prepared(call, body, fields)
+        asked = request_of(fields, prepared, call.tenant, services.config)
         await check_request(services, asked)
         call.begin(fields.budget_ms, fields.model)
         services.submissions.check_priority(call.caller, asked)
@@ -106,6 +96,16 @@ class MessageCalls:
                 (completion,) = await services.submissions.run(call, [asked], attachment=attachment)
         return named(call, JsonResponse(writer.whole(completion)))
 
+    async def render(self, call: Call) -> Response:
+        """Return the body of `/inference/v1/generate` for a message."""
+        check_version(call)
+        services, body = self._services, await self._body(call)
+        fields = read_messages(body)
+        await services.served.check(fields.model, call.caller)
+        _, prepared = await self._prepared(call, body, fields)
+        asked = request_of(fields, prepared, call.tenant, services.config)
+        return named(call, JsonResponse(await rendered(services, asked, self._model(fields))))
+
     async def _body(self, call: Call) -> Body:
         return await read_object(call, self._services.config.gateway.max_body_bytes)
 
@@ -113,6 +113,26 @@ class MessageCalls:
         conversation, use = read_conversation(fields)
         edited = await edit(conversation, fields.context_management, self._count(call, use))
         return edited, use
+
+    async def _prepared(
+        self, call: Call, body: Body, fields: MessagesBody
+    ) -> tuple[Edited, Prepared]:
+        async with connected(call.cancelled):
+            edited, use = await self._conversation(call, fields)
+        prepared = await prepare(
+            call,
+            self._services,
+            edited.conversation,
+            use,
+            sampling_of(body, fields),
+            reasoning_budget=budget_of(fields),
+            budget_param="thinking.budget_tokens",
+        )
+        return edited, prepared
+
+    def _model(self, fields: MessagesBody) -> str:
+        config = self._services.config
+        return adapter_of(fields.model, config) or config.engine.model_name
 
     def _count(self, call: Call, use: ToolUse) -> Count:
         async def count(conversation: Conversation) -> int:
@@ -145,7 +165,7 @@ class MessageCalls:
         )
         return MessageWriter(
             asked,
-            adapter_of(fields.model, services.config) or services.config.engine.model_name,
+            self._model(fields),
             tokenizer,
             parts,
             counts_thinking=reading is not None and reading.separates_reasoning,

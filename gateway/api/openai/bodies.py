@@ -284,15 +284,25 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
+class CalledCustom(msgspec.Struct, frozen=True, kw_only=True):
+    """A custom tool's name with its input."""
+
+    OPEN: ClassVar = True
+
+    name: str
+    input: str
+
+
 class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call, as clients' libraries hand it back."""
 
     OPEN: ClassVar = True
     NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(("extra_content", "index"), _ANSWERED)
 
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
 
 
 class Thought(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,6 +53,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         truncation: As of `serving.prepared.truncated`; None for prompts that are taken whole.
         truncation_side: Likewise.
         template: The call's own chat template, by which its messages are read.
+        custom_tools: Names of the custom tools that the model may call.
     """
 
     kind: Kind
@@ -76,6 +77,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     truncation: int | None = None
     truncation_side: Literal["left", "right"] = "left"
     template: str | None = None
+    custom_tools: tuple[str, ...] = ()
 
     @property
     def chat(self) -> bool:

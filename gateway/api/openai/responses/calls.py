@@ -29,6 +29,7 @@ from ....serving.begun_calls import Attach, Found, keyed, last_event_id
 from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
 from ....serving.prepared import about_tools, check_request, prepare, tokens_of
+from ....serving.rendered import rendered
 from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
@@ -124,6 +125,16 @@ class ResponseCalls:
         record = await self.prepared(call, await self.whole(call, wanted, items))
         tokens = await self._num_tokens(record)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def render(self, call: Call) -> Response:
+        """Return the body of `/inference/v1/generate` for a response."""
+        services = self._services
+        _, wanted, items = await self._read(call)
+        await services.served.check(wanted.fields.model, call.caller)
+        record = await self.prepared(call, await self.whole(call, wanted, items))
+        logprobs = wanted.fields.top_logprobs or 0 if wanted.logprobs else None
+        request = record.request(services.config)
+        return JsonResponse(await rendered(services, request, wanted.model, logprobs=logprobs))
 
     async def compact(self, call: Call) -> Response:
         """Compact a conversation."""

@@ -14,9 +14,10 @@ from ....serving.chat_templates import Turn
 from ....serving.fields import ignore, read_part
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
+from ..custom_tools import INPUT
 from ..messages import THOUGHTS, arguments_of, content_of, turn_of
 from .sealed import unseal
-from .tools import INPUT, flat_name
+from .tools import flat_name
 
 Item = dict[str, Any]
 """An id and a type, with the fields of a message (its content is a list of parts), of a call of a

@@ -94,10 +94,21 @@ async def test_a_custom_tool_s_regular_expression_is_enforced(http: Client, mode
     assert "^(?:[0-9]{2}|x)$" in (constraint.lark or "")
 
 
+async def test_a_custom_tool_s_grammar_is_enforced_and_told_to_the_model(
+    http: Client, model: Model
+) -> None:
+    model.says(call("note", input="12"))
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" LF\n%import common.LF'}
+    answer = await http.post(PATH, json=ASKED | {"tools": [NOTE | {"format": form}]})
+    assert IGNORED not in answer.headers
+    assert "terminal_lf" in (model.constraint.lark or "" if model.constraint else "")
+    assert "lark grammar:\\nstart:" in model.prompt()
+
+
 async def test_a_grammar_that_can_not_be_enforced_is_told_to_the_model_and_named(
     http: Client, model: Model
 ) -> None:
-    form = {"type": "grammar", "syntax": "lark", "definition": "start: NUMBER"}
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: NUMBER"}  # is not defined
     answer = await http.post(PATH, json=ASKED | {"tools": [NOTE | {"format": form}]})
     assert answer.headers[IGNORED] == "tools[].format"
     assert model.constraint is None

@@ -98,6 +98,29 @@ class ImageUrlPart(msgspec.Struct, frozen=True):
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
+class FilePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A text file in a message of a response (`input_file`), or within a chat's part (`file`)."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | {"detail": _ONE_RESOLUTION}
+    REFUSED: ClassVar = dict.fromkeys(
+        ("file_id", "file_url"), RefusedField("no files are kept or fetched; give file_data")
+    )
+
+    file_data: str
+    filename: str = ""
+
+
+class ChatFilePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A text file in a message of a chat."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS
+
+    type: Literal["file"]
+    file: FilePart
+
+
 class RefusalPart(msgspec.Struct, frozen=True):
     """A part of a message that was refused."""
 

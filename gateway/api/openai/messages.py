@@ -16,6 +16,7 @@ from ....text.conversation import check_results
 from ....text.messages import MessageFormat, Tool, ToolUse, tool_of, tools_of
 from ...server.http import field_error
 from ...serving.chat_templates import Conversation, Reasoning, Turn, reasoning_of_effort
+from ...serving.documents import tagged, text_of_file
 from ...serving.fields import read_part
 from ...serving.images import content_of as joined_content
 from ...serving.images import image_part, of_url, sources_in, text_part, unsupported_here
@@ -24,6 +25,8 @@ from .bodies import (
     CACHE_MARKS,
     CalledFunction,
     ChatBody,
+    ChatFilePart,
+    FilePart,
     ImageUrlPart,
     OpenAIMessage,
     RefusalPart,
@@ -181,7 +184,7 @@ def content_of(
         thoughts: Gets the parts with reasoning; None if there may be none.
 
     Raises:
-        FieldError: A part is neither text nor an image.
+        FieldError: A part is none of text, a text file and an image.
     """
     if isinstance(content, str):
         return content
@@ -197,13 +200,23 @@ def content_of(
         elif isinstance(kind, str) and kind in _IMAGES:
             url = read_part(part, ImageUrlPart, param).url
             parts.append(image_part(of_url(url, f"{param}.image_url")))
+        elif kind == "file":
+            parts += _file(read_part(part, ChatFilePart, param).file, f"{param}.file")
+        elif kind == "input_file":
+            parts += _file(read_part(part, FilePart, param), param)
         else:
             raise field_error(
                 param,
-                f": a part of type {shown(kind)} is not supported here; send text or images",
+                f": a part of type {shown(kind)} is not supported here; send text, text files or "
+                "images",
                 code="unsupported",
             )
     return joined_content(parts)
+
+
+def _file(file: FilePart, where: str) -> list[dict[str, Any]]:
+    text = text_of_file(file.file_data, f"{where}.file_data")
+    return tagged("document", {"title": file.filename}, [text_part(text)])
 
 
 def _calls_of(message: OpenAIMessage, where: str) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from ....server.http import (
 )
 from ....serving.begun_calls import Attach, Found, keyed, last_event_id
 from ....serving.durable_calls import Attachment
-from ....serving.fields import Body, read_query
+from ....serving.fields import Body, ignore, read_query
 from ....serving.prepared import about_tools, check_request, prepare, tokens_of
 from ....serving.rendered import rendered
 from ....serving.samples import SampleChunks, stream_unsent
@@ -311,6 +311,7 @@ class ResponseCalls:
         request = record.request(services.config)
         services.submissions.check_ready()
         services.submissions.check_priority(record.caller, request)
+        await self._check_compaction(record)
         await check_request(services, request)
         size, most = len(record.encode()), services.config.bus.max_request_bytes
         if record.is_durable and size > most:
@@ -319,6 +320,21 @@ class ResponseCalls:
                 f"{most} (bus.max_request_bytes); send less, or store: false",
                 param="input",
                 code="request_too_large",
+            )
+
+    async def _check_compaction(self, record: ResponseRecord) -> None:
+        """Refuse a prompt that its call would have compacted. Other rules change nothing."""
+        rules = record.call.fields.context_management
+        limits = [each.compact_threshold for each in rules if each.compact_threshold is not None]
+        if rules:
+            ignore("context_management")
+        if limits and (tokens := await self._num_tokens(record)) > min(limits):
+            raise field_error(
+                "context_management",
+                f": the prompt has {tokens} tokens, more than compact_threshold, and nothing is "
+                "compacted by itself here; send the output of /v1/responses/compact, have old "
+                'turns left out by truncation "auto", or leave context_management out',
+                code="unsupported",
             )
 
     async def _in_background(self, call: Call, writer: ResponseWriter) -> Response:

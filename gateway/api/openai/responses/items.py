@@ -220,6 +220,10 @@ def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
         image_url = part["image_url"]
         url = image_url if isinstance(image_url, str) else image_url["url"]
         return {"type": "input_image", "image_url": url, "detail": part.get("detail", "auto")}
+    if part["type"] in ("file", "input_file"):
+        file = part.get("file") or part
+        named = {"filename": file["filename"]} if file.get("filename") else {}
+        return {"type": "input_file", "file_data": file["file_data"]} | named
     if role == "assistant":
         return {"type": "output_text", "text": part["text"], "annotations": []}
     return {"type": "input_text", "text": part["text"]}

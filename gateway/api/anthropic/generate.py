@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 from msgspec.structs import replace
 
-from ....bus.public import CompletionChunk, GenerateRequest
-from ....config import NanoInferenceError
+from ....bus.public import GenerateRequest
 from ....text.messages import ToolUse
 from ...call import Call
 from ...server.http import (
@@ -32,8 +29,8 @@ from ...serving.prepared import (
     prepare,
 )
 from ...serving.rendered import rendered
-from ...serving.samples import SampleChunks, stream_unsent
 from ...serving.services import Services
+from ...serving.streamed import streamed
 from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
 from .conversation import read_conversation
@@ -110,7 +107,7 @@ class MessageCalls:
         return await read_object(call, self._services.config.gateway.max_body_bytes)
 
     async def _conversation(self, call: Call, fields: CountBody) -> tuple[Edited, ToolUse]:
-        conversation, use = read_conversation(fields)
+        conversation, use = read_conversation(fields, call.tenant)
         edited = await edit(conversation, fields.context_management, self._count(call, use))
         return edited, use
 
@@ -174,35 +171,19 @@ class MessageCalls:
         )
 
     def _streamed(
-        self,
-        call: Call,
-        begun: BodyCall,
-        writer: MessageWriter,
-        prepared: Prepared,
+        self, call: Call, begun: BodyCall, writer: MessageWriter, prepared: Prepared
     ) -> Response:
-        submissions, (asked,) = self._services.submissions, begun.requests
+        async def send_event(send: SendEvent, event: Answer) -> None:
+            await send(msgspec.json.encode(event), name=event["type"])
 
-        async def produce(send: SendEvent) -> None:
-            async def tell(events: list[Answer]) -> None:
-                for event in events:
-                    await send(msgspec.json.encode(event), name=event["type"])
-
-            async def take(chunks: Sequence[CompletionChunk]) -> None:
-                await tell(writer.add(chunks))
-
-            try:
-                async with begun.attach() as attachment:
-                    with about_tools(prepared.reading):
-                        unsent = SampleChunks(take)
-                        completion = await stream_unsent(
-                            submissions, call, asked, unsent, attachment
-                        )
-            except NanoInferenceError as error:
-                if not stream.committed:
-                    raise
-                await tell([error_event(error, call.id)])
-                return
-            await tell(writer.end(completion))
-
-        stream = EventStream(produce, self._services.config.gateway.comment_s, _PING)
-        return stream
+        comment_s = self._services.config.gateway.comment_s
+        return streamed(
+            self._services,
+            call,
+            begun,
+            writer,
+            prepared.reading,
+            stream_of=lambda produce: EventStream(produce, comment_s, _PING),
+            send_part=send_event,
+            failure=lambda error: error_event(error, call.id),
+        )

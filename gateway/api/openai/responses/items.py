@@ -12,11 +12,11 @@ from .....config import shown
 from ....server.http import field_error
 from ....serving.chat_templates import Turn
 from ....serving.fields import ignore, read_part
+from ....serving.sealed import unseal
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
 from ..custom_tools import INPUT
 from ..messages import THOUGHTS, arguments_of, content_of, turn_of
-from .sealed import unseal
 from .tools import flat_name
 
 Item = dict[str, Any]

@@ -149,6 +149,11 @@ async def test_trailing_metadata_names_the_ignored_parameters() -> None:
         assert not isinstance(await call.end("ModelInfer", begun), Failed)
         trailers = dict(await begun.trailing_metadata())
         assert trailers["x-ignored-fields"] == "parameters.flat_logprobs, parameters.colour"
+        stream = call.stream()
+        await stream.send(data, request())
+        assert len(await stream.read_all()) == 2
+        trailers = dict(await stream.call.trailing_metadata())
+        assert trailers["x-ignored-fields"] == "parameters.flat_logprobs, parameters.colour"
 
 
 async def test_bytes_of_all_messages_are_limited() -> None:

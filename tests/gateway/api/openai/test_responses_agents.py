@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import Config
-from nano_inference.gateway.api.openai.responses.sealed import seal, unseal
+from nano_inference.gateway.serving.sealed import seal, unseal
 
 from ...fake import Client, http_of, poster
 from ...saying import Model

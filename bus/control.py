@@ -11,8 +11,8 @@ import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.loaded_adapter import LoadedAdapter
-from .entries import entry_key
-from .public import SessionAction
+from .entry_keys import entry_key
+from .kv_sessions import SessionAction
 from .sections import Section, Sections
 from .weights import InFlight, PauseMode, StagedWeights, WeightsSource
 

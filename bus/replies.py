@@ -9,7 +9,7 @@ import msgspec
 
 from ..store.records import Records
 from ..store.redis.keys import Keys
-from .public import KVSessionResult
+from .kv_sessions import KVSessionResult
 
 KEPT_S = 600
 """Seconds that a reply is kept."""

@@ -16,8 +16,8 @@ import structlog
 from ..bus import Bus, Inbox, Outcome, Sender
 from ..bus.control import Reset, StageReady, StageStarted, StageStopped
 from ..bus.envelope import Envelope
+from ..bus.kv_sessions import KVSessionResult
 from ..bus.links import CONTROL, AnyLink, Link, M, at
-from ..bus.public import KVSessionResult
 from ..config import (
     REPLICATED,
     BusError,

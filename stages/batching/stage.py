@@ -24,6 +24,7 @@ from ...bus.kv_events import (
     KVEventBatch,
     KVEventEntry,
 )
+from ...bus.kv_sessions import KVSessionResult
 from ...bus.links import CONTROL, CREDITS, HANDOVERS, PLANS, at
 from ...bus.messages import (
     AdmittedRequest,
@@ -33,7 +34,6 @@ from ...bus.messages import (
     RequestInfo,
     ResumeSequences,
 )
-from ...bus.public import KVSessionResult
 from ...bus.steps import StepSummary
 from ...bus.weights import PAUSE_MODES, check_in_flight
 from ...config import BusError, WeightsError, role_of_sender

@@ -15,12 +15,12 @@ from nano_inference.bus.parts.handover import HandoverRoute, leaving_of
 from nano_inference.bus.parts.images import ImagesPlan, ImagesResult, PromptMedia
 from nano_inference.bus.parts.memory import ReleasePlan
 from nano_inference.bus.parts.responses import ResponseCaching
-from nano_inference.bus.parts.scoring import PromptScores, ReferenceScoring
-from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult, Prediction
+from nano_inference.bus.parts.scoring import PromptLogprobs, PromptScores, ReferenceScoring
+from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult, Prediction, VerifiedDraft
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.parts.weights import WeightsPlan
 from nano_inference.bus.sections import Section
-from nano_inference.bus.steps import KVMove, PromptLogprobs, StepPlan, StepResult, VerifiedDraft
+from nano_inference.bus.steps import KVMove, StepPlan, StepResult
 from nano_inference.bus.times import StepTimes
 
 PLAN: dict[str, Callable[[Any], Section]] = {

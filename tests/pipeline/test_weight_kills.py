@@ -53,6 +53,13 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def _children(pid: int, pattern: str = "") -> list[int]:
+    """The children of a process whose command line has a pattern."""
+    command = ["pgrep", "-P", str(pid), "-f", "--", pattern or "."]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return sorted(map(int, found.stdout.split()))
+
+
 class Trainer:
     """A trainer that repeats a call whose answer is lost, as TRL's client does."""
 
@@ -95,22 +102,15 @@ class Fleet:
         of_rank = victim.removeprefix("rank of ")
         role, _, replica = of_rank.partition(".")
         pattern = "gateway --with-parent" if role == "gateway" else f"--stages {role}"
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.deployment.process.pid), "-f", "--", pattern],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
         wanted = f"pipeline.replica={replica or 0}"
-        for pid in map(int, found.stdout.split()):
+        for pid in _children(self.deployment.process.pid, pattern):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
             if role in ("executor", "batching") and wanted not in words:
                 continue
             if of_rank == victim:
                 return pid
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            if children:
-                return int(children[-1])
+            if ranks := _children(pid):
+                return ranks[-1]
         return 0
 
     def kill(self, victim: str) -> bool:
@@ -210,7 +210,7 @@ async def rounds(fleet: Fleet, number: int) -> dict[str, Any]:
     present, outcomes, kills = 0, Counter[str](), Counter[str]()
     for index in range(number):
         point = POINTS[index % len(POINTS)]
-        victim = VICTIMS[(index + index // len(POINTS)) % len(VICTIMS)]
+        victim = VICTIMS[index % len(VICTIMS)]  # another one at each point each time
         version = index + 1
         await fleet.settle()
         killed, said_new = await one_update(fleet, version, point, victim)

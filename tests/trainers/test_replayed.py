@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from nano_inference.bus.public import GenerateRequest, Output
 
@@ -18,10 +19,11 @@ from .served import MODEL
 from .trainers import HERE, TRAINERS
 
 DOCS = Path(__file__).parents[2] / "docs"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 RECORDED: dict[str, list[Any]] = json.loads(BODIES.read_text())
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http() -> AsyncIterator[Client]:
     engine = FakeEngine(scored)
     async with http_of(app_of(engine, {"engine.model_id": MODEL}), engine) as made:
@@ -64,7 +66,7 @@ async def test_the_page_has_the_results_of_all_trainers() -> None:
     assert writer["page"]() == writer["PAGE"].read_text()
 
 
-def test_a_body_is_reduced_to_its_form() -> None:
+async def test_a_body_is_reduced_to_its_form() -> None:
     body = {"prompt": [[1] * 9] * 9, "text": "two words", "n": 2, "of": {"path": "/tmp/x"}}
     found = reduced(body)
     assert found == {"prompt": [[1] * 4] * 4, "text": "text", "n": 2, "of": {"path": "text"}}

@@ -58,7 +58,8 @@ class Trainer:
 _AREAL = (
     *("areal==1.0.4", "aiofiles", "antlr4-python3-runtime==4.9.3", "blinker", "colorlog", "einops"),
     *("flask", "hydra-core==1.3.8", "itsdangerous", "lark", "llvmlite", "msgpack", "numba"),
-    *("omegaconf", "orjson", "pybase64", "tenacity", "torchdata", "uvloop", "werkzeug"),
+    *("omegaconf", "orjson", "pybase64", "ray==2.60.0", "tenacity", "torchdata", "uvloop"),
+    "werkzeug",
 )
 # TRL imports vLLM for its transfer of weights, of which nothing runs on a CPU.
 _VLLM = (
@@ -98,7 +99,7 @@ TRAINERS: dict[str, Trainer] = {
         "its client directly",
     ),
     "slime": Trainer(
-        ["ray[default]==2.60.0", "transformers"],
+        ["ray[default]==2.60.0", "transformers", "pylatexenc"],
         "slime_rollout.py",
         "`generate_rollout` with partial rollouts, top-p 0.9 and a reward function",
         repository=_SLIME,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -35,11 +35,12 @@ from ...serving.logprobs import (
 from ...serving.message_parts import MessageParts, NewParts, TokenRecord, records_of
 from ...serving.samples import all_samples, session_usage
 from ...serving.times import time_usage
+from ...serving.token_images import ranges_of
 from ...serving.tokenizer import READING, Tokenizer, matched_stop
 from ...serving.tools import tool_call
+from .custom_tools import custom_call
 from .positions import FINISHED, UNBEGUN
 from .requests import ChoicesCall, Prompt
-from .token_images import ranges_of
 
 Answer = dict[str, Any]
 
@@ -188,6 +189,10 @@ class ChoicesWriter:
     def shown_reasoning(self) -> str:
         """The field of a message that has the reasoning; "" where it is not shown."""
         return self.call.reasoning_field if self.call.include_reasoning else ""
+
+    def message(self, deltas: Sequence[Delta], *, whole: bool) -> Answer:
+        """Write deltas of a message as the delta of one chunk, or as the whole message."""
+        return message_of(deltas, self.shown_reasoning, self.call.custom_tools, whole=whole)
 
     def echoed(self, prompt: int) -> str:
         """Return the text before a choice's own."""
@@ -360,9 +365,9 @@ class Choice:
         choice: Answer = {"index": self.index}
         if call.chat and self._whole:
             deltas = [Delta(content=call.before), *(deltas or [Delta(content=text)])]
-            choice["message"] = message_of(deltas, answers.shown_reasoning, whole=True)
+            choice["message"] = answers.message(deltas, whole=True)
         elif call.chat and call.reading is not None:
-            choice["delta"] = message_of(deltas, answers.shown_reasoning, whole=False)
+            choice["delta"] = answers.message(deltas, whole=False)
         elif call.chat:
             choice["delta"] = {"content": text} if text or reason is None else {}
         elif call.kind == "completions":
@@ -456,11 +461,18 @@ class Choice:
         self.finished = True
 
 
-def message_of(deltas: Sequence[Delta], reasoning_field: str, *, whole: bool) -> Answer:
+def message_of(
+    deltas: Sequence[Delta],
+    reasoning_field: str,
+    custom_tools: Collection[str] = (),
+    *,
+    whole: bool,
+) -> Answer:
     """Write deltas of a chat's message as the delta of one chunk, or as the whole message.
 
     Args:
         reasoning_field: "" where the reasoning is not shown.
+        custom_tools: Names of custom tools, of whose calls the input is shown.
     """
     reasoning = "".join(delta.reasoning for delta in deltas)
     content = "".join(delta.content for delta in deltas)
@@ -477,7 +489,12 @@ def message_of(deltas: Sequence[Delta], reasoning_field: str, *, whole: bool) ->
         message["content"] = content
     if calls:
         message["tool_calls"] = [
-            ({} if whole else {"index": call.place}) | tool_call(call.id, call.name, call.arguments)
+            ({} if whole else {"index": call.place})
+            | (
+                custom_call(call.id, call.name, call.arguments)
+                if call.name in custom_tools
+                else tool_call(call.id, call.name, call.arguments)
+            )
             for call in calls
         ]
     return message

@@ -161,7 +161,7 @@ class WeightCalls:
 
     async def update(self, call: Call) -> Response:
         """Take a part of the open update; or prime-rl's folder, which is a whole update."""
-        found = await read_object(call, self._config.gateway.max_body_bytes)
+        found = await self._object(call)
         body = await anyio.to_thread.run_sync(read_part, found, UpdateBody, limiter=self._unpacking)
         await self._take(body)
         return JsonResponse({"status": "ok"} if body.weight_dir else {"message": "Weights updated"})
@@ -258,7 +258,13 @@ class WeightCalls:
     # --- internals ----------------------------------------------------------------------------
 
     async def _read(self, call: Call, kind: type[B]) -> B:
-        return read_part(await read_object(call, self._config.gateway.max_body_bytes), kind)
+        return read_part(await self._object(call), kind)
+
+    async def _object(self, call: Call) -> dict[str, Any]:
+        """Return the body without its model, by which the gateway has found this one."""
+        found = await read_object(call, self._config.gateway.max_body_bytes)
+        found.pop("model", None)
+        return found
 
     async def _nothing(self, call: Call) -> None:
         await self._read(call, EmptyBody)

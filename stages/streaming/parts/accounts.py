@@ -21,10 +21,10 @@ import msgspec
 from ....bus.control import Cancel
 from ....bus.messages import RequestOpened
 from ....bus.parts.accounts import RequestTimes
-from ....bus.parts.speculation import DraftsResult
+from ....bus.parts.speculation import DraftsResult, VerifiedDraft
 from ....bus.parts.tiers import FetchedBlocks
 from ....bus.public import CompletionChunk
-from ....bus.steps import StartedSequence, VerifiedDraft
+from ....bus.steps import StartedSequence
 from ....bus.times import CAUSES, NO_TIMES, Break, Cause, StepTimes
 from ..deliveries import Deliveries, Ending
 from ..samples import RequestState, Sample

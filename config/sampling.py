@@ -205,7 +205,11 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
         ),
     ] = True
     return_sampling_mask: Annotated[
-        bool, Parameter("returns the ids of the tokens that could be sampled at each place")
+        bool,
+        Parameter(
+            "returns for each token the ids that could be sampled there "
+            "([sampling.md](sampling.md#sampling-masks))"
+        ),
     ] = False
     forced_tokens: Annotated[
         tuple[Int64, ...],

@@ -172,7 +172,8 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     if p.stop:
         _check_stop(p.stop)
     check_token_ids("stop_token_ids", p.stop_token_ids, vocab_size, "invalid_stop_token_ids")
-    check_token_ids("forced_tokens", p.forced_tokens, vocab_size, "invalid_forced_tokens")
+    if p.forced_tokens:
+        check_token_ids("forced_tokens", p.forced_tokens, vocab_size, "invalid_forced_tokens")
     if p.logit_bias:
         _check_logit_bias(p.logit_bias, vocab_size)
     if not 0 <= p.min_tokens <= p.max_tokens:
@@ -320,7 +321,7 @@ def result_bytes(
     """
     logprob = LOGPROB_BYTES * (2 if reference else 1)
     token = TOKEN_ID_BYTES + logprob + TEXT_BYTES + _tops_bytes(sampling.logprobs)
-    if sampling.is_limited:
+    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
         token += LOGPROB_BYTES
     size = COMPLETION_BYTES + num_prompt_tokens * TOKEN_ID_BYTES + n * sampling.max_tokens * token
     if sampling.prompt_logprobs is not None:

@@ -104,31 +104,44 @@ class TokenChooser(NamedTuple):
         numbers = None
         if temperature.any():
             numbers = upload(uniforms(table.seed[rows], table.num_generated[rows] + places.ahead))
-        limited, limits = table.limited[rows], NO_LIMITS
-        if limited.any():
-            top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-            limits = Limits(
-                upload(top_k) if top_k.any() else None,
-                upload(top_p) if (top_p < 1).any() else None,
-                upload(min_p) if min_p.any() else None,
-            )
-        masked = table.masks[rows]
-        keeps = self.reports and bool(masked.any())
-        choice = sample_rows(
-            logits, temperatures, numbers, limits, kernels=kernels, keep_weights=keeps
-        )
-        tokens, logprobs = choice.tokens, choice.logprobs
-        if table.num_forced[rows].any():
-            which, ids = map(upload, table.forced_at(places))
-            tokens = tokens.index_copy(0, which, ids)
-            scaled = logits[which], temperatures[which], ids[:, None]
-            given = gather_logprobs(*scaled, kernels=kernels)
-            logprobs = logprobs.index_copy(0, which, given[:, 0])
+        if not table.restricted[rows].any():
+            choice = sample_rows(logits, temperatures, numbers, NO_LIMITS, kernels=kernels)
+            tokens, logprobs, columns = choice.tokens, choice.logprobs, NO_COLUMNS
+        else:
+            tokens, logprobs, columns = self._restricted(logits, places, temperatures, numbers)
         if self.raw:
             logits, temperatures = model_logits, torch.ones_like(temperatures)
             logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
         if not self.reports:
             return ChosenTokens(tokens, logprobs)
+        counts = table.num_logprobs[rows]
+        tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
+        return ChosenTokens(tokens, logprobs, tops, columns)
+
+    def _restricted(
+        self, logits: Tensor, places: Places, temperatures: Tensor, numbers: Tensor | None
+    ) -> tuple[Tensor, Tensor, Columns]:
+        """Choose tokens where some rows have limits, masks to report, or forced tokens."""
+        table, kernels, rows = self.table, self.kernels, places.rows
+        upload = partial(_upload, beside=logits)
+        limited, masked = table.limited[rows], table.masks[rows]
+        top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+        limits = Limits(
+            upload(top_k) if top_k.any() else None,
+            upload(top_p) if (top_p < 1).any() else None,
+            upload(min_p) if min_p.any() else None,
+        )
+        keeps = self.reports and bool(masked.any())
+        choice = sample_rows(
+            logits, temperatures, numbers, limits, kernels=kernels, keep_weights=keeps
+        )
+        tokens, logprobs = choice.tokens, choice.logprobs
+        which, ids = map(upload, table.forced_at(places))
+        if len(which):
+            tokens = tokens.index_copy(0, which, ids)
+            scaled = logits[which], temperatures[which], ids[:, None]
+            given = gather_logprobs(*scaled, kernels=kernels)
+            logprobs = logprobs.index_copy(0, which, given[:, 0])
         columns: dict[str, tuple[Any, ...]] = {}
         if choice.support_logprobs is not None:
             values = zip(limited.tolist(), choice.support_logprobs.tolist(), strict=True)
@@ -136,11 +149,9 @@ class TokenChooser(NamedTuple):
         if keeps:
             from .support import sampling_masks
 
-            own = choice, masked, temperature == 0
+            own = choice, masked, table.temperature[rows] == 0
             columns[SAMPLING_MASKS] = sampling_masks(*own, self.most_in_mask)
-        counts = table.num_logprobs[rows]
-        tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
-        return ChosenTokens(tokens, logprobs, tops, columns)
+        return tokens, logprobs, columns
 
 
 def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -85,6 +85,7 @@ class SequenceTable:
         repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of them.
         adjusted: Whether penalties, a bias or `min_tokens` change the logits.
         limited: Whether top_k, top_p or min_p restricts the choice.
+        restricted: Whether there are limits, masks to report, or forced tokens.
         plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
         num_logprobs: Top tokens to report beside each sampled one.
         masks: Whether the sampling mask of each token is reported.
@@ -134,6 +135,7 @@ class SequenceTable:
         self.min_tokens: IntArray = np.zeros(rows, np.int64)
         self.adjusted: BoolArray = np.zeros(rows, np.bool_)
         self.limited: BoolArray = np.zeros(rows, np.bool_)
+        self.restricted: BoolArray = np.zeros(rows, np.bool_)
         self.plain: BoolArray = np.zeros(rows, np.bool_)
         self.num_logprobs: IntArray = np.zeros(rows, np.int64)
         self.masks: BoolArray = np.zeros(rows, np.bool_)
@@ -236,8 +238,9 @@ class SequenceTable:
         self.masks[row] = masks = sampling.return_sampling_mask
         self.forced[row] = forced = sampling.forced_tokens
         self.num_forced[row] = len(forced)
-        changed = self.adjusted[row] or self.constrained[row] or forced
-        self.plain[row] = not (changed or limited or masks or sampling.logprobs)
+        self.restricted[row] = restricted = bool(limited or masks or forced)
+        changed = self.adjusted[row] or self.constrained[row]
+        self.plain[row] = not (changed or restricted or sampling.logprobs)
         # The first sample reports the prompt for all, before it samples.
         speaks = new.sample.sample_index == 0 and new.num_generated == 0
         self.scores[row] = scores = speaks and sampling.scores_prompt

@@ -23,6 +23,7 @@ from nano_inference.gateway.serving.fields import check_fields, collect_ignored,
 from nano_inference.gateway.serving.sampling_fields import (
     ANTHROPIC,
     OLLAMA,
+    RESPONSE_SAMPLING,
     SGLANG,
     TEXT_SAMPLING,
     VLLM,
@@ -155,16 +156,20 @@ GIVEN: dict[str, Any] = {
     "prompt_logprob_start": 1,
     "max_draft_tokens": 3,
     "response_cache": False,
+    "return_sampling_mask": True,
+    "forced_tokens": [7, 8],
+    "prompt_sampling_masks": [[1, 2], []],
 }
 READ = GIVEN | {"stop_token_ids": {8}, "stop": ("x",), "logit_bias": {7: -1.5}}
 READ |= {"prompt_logprob_token_ids": ((1, -1), ())}
+READ |= {"forced_tokens": (7, 8), "prompt_sampling_masks": ((1, 2), ())}
 HELLO = [{"role": "user", "content": "a"}]
 INCLUDE = ["message.output_text.logprobs"]
 RESPONSE = {"input": "a", "top_logprobs": 4, "include": INCLUDE, "max_output_tokens": 9}
 CALLS: list[tuple[str, dict[str, Any], str, Mapping[str, str]]] = [
     ("/v1/completions", {"prompt": "a", "logprobs": 4, "max_tokens": 9}, "", TEXT_SAMPLING),
     ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 9}, "", TEXT_SAMPLING),
-    ("/v1/responses", RESPONSE, "", TEXT_SAMPLING),
+    ("/v1/responses", RESPONSE, "", RESPONSE_SAMPLING),
     ("/inference/v1/generate", {"token_ids": [5]}, "sampling_params", VLLM),
     ("/generate", {"text": "a"}, "sampling_params", SGLANG),
     ("/v1/messages", {"messages": HELLO}, "", ANTHROPIC),

@@ -55,7 +55,7 @@ def is_there(pid: int) -> bool:
 
 def _children(pid: int, pattern: str = "") -> list[int]:
     """The children of a process whose command line has a pattern."""
-    command = ["pgrep", "-P", str(pid), "-f", "--", pattern or "."]
+    command = ["pgrep", "-P", str(pid), *(["-f", "--", pattern] if pattern else [])]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return sorted(map(int, found.stdout.split()))
 
@@ -109,7 +109,9 @@ class Fleet:
                 continue
             if of_rank == victim:
                 return pid
-            if ranks := _children(pid):
+            # Its fork server's.
+            ranks = [rank for server in _children(pid) for rank in _children(server)]
+            if ranks:
                 return ranks[-1]
         return 0
 

@@ -99,7 +99,7 @@ TRAINERS: dict[str, Trainer] = {
         "its client directly",
     ),
     "slime": Trainer(
-        ["ray[default]==2.60.0", "transformers", "pylatexenc"],
+        ["ray[default]==2.60.0", "transformers", "pybase64", "pylatexenc"],
         "slime_rollout.py",
         "`generate_rollout` with partial rollouts, top-p 0.9 and a reward function",
         repository=_SLIME,

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .stages.executor import WeightSyncManager as WeightSyncManager
     from .stages.executor import model_forward as model_forward
     from .stages.executor import sample_with_logprobs as sample_with_logprobs
+    from .stages.executor.runner.weights.delta import WeightDelta as WeightDelta
     from .stages.executor.runner.weights.transports import SharedWeights as SharedWeights
     from .stages.executor.runner.weights.transports import WeightsGroup as WeightsGroup
 
@@ -79,6 +80,7 @@ _NAMES = {
     ".stages.batching.paged": "PagedKVCache",
     ".stages.batching.radix": "RadixKVCache",
     ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
+    ".stages.executor.runner.weights.delta": "WeightDelta",
     ".stages.executor.runner.weights.transports": "SharedWeights WeightsGroup",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -11,7 +11,7 @@ Token ids are plain ints. Fields may be added at the end with a default; none is
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..config import SamplingParams
 from .control import Internal, InternalPart
@@ -71,12 +71,14 @@ class StoredSample(InternalPart, frozen=True, array_like=True):
         top_logprobs: `[k]`; empty if not requested.
         finish_reason: Finish reason of the last token, by the executor: "" if a stop string ended
             the sample.
+        columns: Names and values of token columns, as in CompletionSample.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...]
     finish_reason: RowFinish
+    columns: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
 
 class StoredResponse(InternalPart, frozen=True, array_like=True):

@@ -361,6 +361,8 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
             `weight_version` is of the vector's weights.
         num_draft_tokens: Drafted tokens verified for the sample, counted as in Usage.
         num_accepted_draft_tokens: Drafted tokens equal to the sampled ones, within the sample.
+        support_logprobs: `[k]`, log S: the log of the probability mass that top_k, top_p and min_p
+            left at each position. None without such limits. docs/sampling.md.
     """
 
     sample_index: int
@@ -376,6 +378,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     embedding: tuple[float, ...] | None = None
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    support_logprobs: tuple[float, ...] | None = None
 
 
 class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
@@ -397,6 +400,7 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         prompt_logprobs, prompt_top_logprobs, prompt_token_id_logprobs, prompt_token_ranks: As in
             Completion, in the first chunk of the first sample; None in all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
+        support_logprobs: `[k]`, as in CompletionSample.
     """
 
     request_id: str
@@ -412,8 +416,21 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     prompt_logprobs: tuple[float | None, ...] | None = None
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     adapter_version: int = 0
+    support_logprobs: tuple[float, ...] | None = None
     prompt_token_id_logprobs: bytes | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
+
+
+TOKEN_COLUMNS = ("support_logprobs",)
+"""Fields of chunks and samples that have a value for each token if the request has a feature."""
+
+
+def token_columns(
+    of: CompletionChunk | CompletionSample, start: int = 0, stop: int | None = None
+) -> dict[str, Any]:
+    """Return the token columns that a chunk or sample has, of its tokens from `start` to `stop`."""
+    found = {name: getattr(of, name) for name in TOKEN_COLUMNS}
+    return {name: each[start:stop] for name, each in found.items() if each is not None}
 
 
 class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):

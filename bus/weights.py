@@ -87,7 +87,16 @@ class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
     key: str
 
 
-WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights
+class DeltaWeights(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
+    """The tensors of a `WeightDelta`, in the message itself.
+
+    The other sources carry a delta, too, if its tensors are theirs.
+    """
+
+    tensors: tuple[tuple[str, bytes], ...]
+
+
+WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | DeltaWeights
 
 
 class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
@@ -111,10 +120,11 @@ def source_of(
 ) -> Iterator[WeightsSource | StagedWeights]:
     """Yield the source of weights; a state dict is stored for the executors of this process.
 
-    Its tensors must not change until all executors are done.
+    Its tensors must not change until all executors are done. A `WeightDelta` has its own source.
     """
-    if not isinstance(weights, Mapping):
-        yield weights
+    source = getattr(weights, "source", weights)
+    if not isinstance(source, Mapping):
+        yield source
         return
     key = uuid.uuid4().hex
     _LAID_DOWN[key] = weights

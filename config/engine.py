@@ -10,6 +10,9 @@ import msgspec
 
 from .base import TINY, NonNegativeInt, PositiveInt, Range, Seconds, Section
 
+MOST_RANKS = 64
+"""Ranks of one model: those that one piece of shared memory has room for."""
+
 PoolingKind = Literal["mean", "last", "cls"]
 """Tokens that a prompt's embedding is made of: all, the last, or the first."""
 
@@ -315,6 +318,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             "expert_parallel",
             self.expert_parallel in (1, self.tensor_parallel),
             f"1, or as tensor_parallel ({self.tensor_parallel})",
+        )
+        self.require(
+            "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel",
+            self.num_ranks <= MOST_RANKS,
+            f"such that tensor_parallel times pipeline_parallel is at most {MOST_RANKS}",
         )
         several = (
             f"pipeline_parallel {self.pipeline_parallel}"

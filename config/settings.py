@@ -16,7 +16,7 @@ from .images import ImagesConfig
 from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
 from .ray import RayConfig
-from .redact import REDIS_SCHEMES, redact
+from .redact import REDIS_SCHEMES
 
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 
@@ -99,9 +99,10 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
+            # Without the value, which may be a password in the wrong place.
             raise ConfigError(
-                f"bus.url is {redact(self.url)!r}; it must be 'memory' or a URL that starts with "
-                "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+                "bus.url has another scheme, or none; it must be 'memory' or a URL that starts "
+                "with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
             )
         self.require(
             "prefix",

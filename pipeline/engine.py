@@ -413,10 +413,11 @@ class InferenceEngine(ModelParts):
                     # Otherwise the next update would receive this broadcast.
                     changes.groups.skip(source.group)
                 raise
-            tensors = changes.fetch(update).tensors
+            fetched = changes.fetch(update)
         sync = weights.sync_blocking if blocking else weights.start_sync
+        partial = partial or fetched.base is not None
         try:
-            version = sync(tensors, version, partial=partial)
+            version = sync(fetched.tensors, version, partial=partial, base=fetched.base)
         finally:
             self._report_memory()
         self._batching.receive(WeightsReady(version, in_flight), now_ns())

@@ -70,8 +70,16 @@ class ImageInputs:
             )
         width, height = image.size
         check_size(width, height, self._config, where)
-        rgb = as_rgb(upright(image))
-        id = id_of(*rgb.size, rgb.tobytes())
+        try:
+            rgb = as_rgb(upright(image))
+            pixels = rgb.tobytes()
+        except (ValueError, OSError) as error:
+            raise ArgumentError(
+                f"{where} can't be read ({error}); give an open, whole picture, a path, or the "
+                "bytes of a file",
+                code="invalid_image",
+            ) from None
+        id = id_of(*rgb.size, pixels)
         self._given[id] = rgb
         return ImageInput(id=id)
 

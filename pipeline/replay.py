@@ -25,6 +25,7 @@ from ..bus.public import (
     ImageInput,
     Recipe,
     TokenLogprob,
+    token_columns,
 )
 from ..config import RequestError, SamplingParams, shown
 
@@ -392,6 +393,10 @@ class _Compared:
         tops = old.top_logprobs, new.top_logprobs
         if None not in tops and not _equal(*(each[: self._same] for each in tops if each)):
             found.append("top_logprobs")
+        now = token_columns(new)
+        for name, was in token_columns(old).items():
+            if not _equal(was[: self._same], now.get(name, ())[: self._same]):
+                found.append(name)
         if old.embedding is not None and not _equal(old.embedding, new.embedding):
             found.append("embedding")
         scores = old.ref_logprobs, new.ref_logprobs

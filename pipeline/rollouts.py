@@ -47,6 +47,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         time: Nanoseconds of its request by cause (docs/time.md); samples of a request share it.
             None if unknown.
         billed_ns: The request's share of the device's busy time; None if unknown.
+        support_logprobs: `[completion]`, log S: the log of the probability mass that top_k, top_p
+            and min_p left at each position; `logprobs` minus it is of the distribution that was
+            sampled from. None without such limits.
         prompt_token_id_logprobs: `[positions, most targets at a position]`, on request: the logprob
             of each id in `prompt_logprob_token_ids`; minus infinity where nothing was asked for.
         prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: each token's place among all.
@@ -73,6 +76,7 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     quantization: str = ""
     time: dict[str, int] | None = None
     billed_ns: int | None = None
+    support_logprobs: tuple[float, ...] | None = None
     prompt_token_id_logprobs: npt.NDArray[np.float32] | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
 

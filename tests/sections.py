@@ -9,6 +9,7 @@ from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import AdmittedRequest
 from nano_inference.bus.parts.accounts import RequestTimes
 from nano_inference.bus.parts.adapters import AdaptersPlan, AdaptersResult
+from nano_inference.bus.parts.columns import TokenColumns
 from nano_inference.bus.parts.embeddings import PooledResult
 from nano_inference.bus.parts.handover import HandoverRoute, leaving_of
 from nano_inference.bus.parts.images import ImagesPlan, ImagesResult, PromptMedia
@@ -39,6 +40,7 @@ RESULT: dict[str, Callable[[Any], Section]] = {
     "drafts": DraftsResult,
     "spoiled": ImagesResult,
     "times": lambda times: times,
+    "columns": TokenColumns,
 }
 OPENED: dict[str, Callable[[Any], Section]] = {
     "ref_temperature": ReferenceScoring,
@@ -52,6 +54,11 @@ TIMES = ("queued_ns", "waited_ns", "down_since_ns")
 def drafts_of(result: StepResult) -> tuple[VerifiedDraft, ...]:
     found = DraftsResult.find(result.parts)
     return found.verified if found is not None else ()
+
+
+def columns_of(result: StepResult) -> dict[str, tuple[Any, ...]]:
+    found = TokenColumns.find(result.parts)
+    return found.columns if found is not None else {}
 
 
 def prompt_logprobs_of(result: StepResult) -> tuple[PromptLogprobs, ...]:

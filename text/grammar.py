@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from ..config import Constraint, EngineConfig, ModelError, RequestError, cut, shown
+from ..config import MOST_SHOWN, Constraint, EngineConfig, ModelError, RequestError, cut, shown
 from .grammar_tokenizer import grammar_tokenizer, spellings
 from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 
@@ -55,6 +55,12 @@ _TOO_COSTLY = re.compile("too many (?:expressions|states|items)|max is", re.IGNO
 
 _UNSUPPORTED = re.compile("Unimplemented keys|oneOf constraints|min/maxProperties only")
 """llguidance's messages about keywords of JSON schemas."""
+
+_PLACE = re.compile(r"(?:at )?(?P<line>\d+)\(\d+\): ")
+"""Of an error in a grammar, which llguidance's message begins with."""
+
+_QUOTED = re.compile(r" *(?:(?P<line>\d+) \| (?P<text>.*)|\^$)")
+"""Its lines that quote the grammar, and the mark below them."""
 
 _MOST_WORDS = 400
 """Characters quoted of the library's messages."""
@@ -105,9 +111,18 @@ def check_size(constraint: Constraint, max_bytes: int) -> None:
 
 
 def _said(words: object) -> str:
-    """Return the library's message as one line."""
-    line = " ".join(str(words).split()).encode("ascii", "backslashreplace").decode()
-    return cut(line, _MOST_WORDS)
+    """Return the library's message as one line, with the beginning of the grammar's line that it is
+    about."""
+    text = str(words)
+    place = _PLACE.match(text)
+    lines, where = [], ""
+    for line in text.splitlines():
+        if (quoted := _QUOTED.match(line)) is None:
+            lines.append(line)
+        elif place is not None and quoted["line"] == place["line"]:
+            where = f", in `{cut(quoted['text'], MOST_SHOWN)}`"
+    line = " ".join(" ".join(lines).split()) + where
+    return cut(line.encode("ascii", "backslashreplace").decode(), _MOST_WORDS)
 
 
 def invalid(message: str) -> RequestError:

@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from ..public import CompletionChunk
+from ..public import CompletionChunk, token_columns
 
 _WITHIN = -1
 
@@ -56,6 +56,7 @@ class Given:
             # Prompt logprobs came with the first chunk.
             prompt_logprobs=None,
             prompt_top_logprobs=None,
+            **token_columns(chunk, old),
         )
 
     def _add(self, tokens: int, length: int) -> None:

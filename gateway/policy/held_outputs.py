@@ -19,6 +19,7 @@ from ...bus.public import (
     GenerateRequest,
     Output,
     TokenLogprob,
+    token_columns,
 )
 from ..serving.tokenizer import Tokenizer
 from .block_list import BlockList, Scanner, context_chars
@@ -376,6 +377,7 @@ def _cut(of: C, chars: int, tokens: int, reason: FinishReason | None) -> C:
         logprobs=of.logprobs[:tokens],
         top_logprobs=_first(of.top_logprobs, tokens),
         finish_reason=reason,
+        **token_columns(of, 0, tokens),
     )
 
 

@@ -50,6 +50,9 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # The path of a value in msgspec's messages.
 _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 
+_KEY = "at `key` in `$`"
+"""In its messages about a key of an object."""
+
 # Keys of a scope's state.
 ARRIVED, UNREAD = "arrived_ns", "unread_ns"
 """When a call's head came, before it waited for a round; for how long its client has not read."""
@@ -344,7 +347,12 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
     except msgspec.ValidationError as error:
         place = _PLACE.search(str(error))
         param = place[1] if place else None
-        raise FieldError(f"{what}: {told_of(error)}", param=param) from None
+        told = told_of(error)
+        if isinstance(found, dict) and told.startswith("Expected `int`") and _KEY in told:
+            # msgspec names no key; JSON's keys are texts.
+            keys = [key for key in found if not str(key).removeprefix("-").isdecimal()]
+            told = f"the key {shown(keys[0])} has to be a whole number" if keys else told
+        raise FieldError(f"{what}: {told}", param=param) from None
 
 
 @asynccontextmanager

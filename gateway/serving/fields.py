@@ -154,7 +154,12 @@ def check_fields(given: Any, kind: type, where: str) -> None:
                 raise _unsupported(param, f"is not supported here: {refused.why}")
         elif value and name not in known.inner:
             if not (name in known.neutral or known.open or _takes_unknown()):
-                raise _unsupported(param, f"is not known here{nearest(name, fields_of(kind))}")
+                raise _unsupported(
+                    param,
+                    "is not known here",
+                    "leave it out, or have unknown fields ignored (gateway.unknown_fields)"
+                    + nearest(name, fields_of(kind)),
+                )
             ignore(param)
 
 
@@ -163,8 +168,8 @@ def _takes_unknown() -> bool:
     return found is not None and found.unknown
 
 
-def _unsupported(param: str, why: str) -> FieldError:
-    message = f"{param} {why}; leave it out, or give null"
+def _unsupported(param: str, why: str, remedy: str = "leave it out, or give null") -> FieldError:
+    message = f"{param} {why}; {remedy}"
     return FieldError(message, param=param, code="unsupported")
 
 

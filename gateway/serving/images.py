@@ -65,6 +65,13 @@ def of_url(url: str, where: str) -> ImageSource:
     """
     start = len(url) - len(url.lstrip(_AROUND_URLS))
     if url[start : start + 5].lower() != "data:":
+        if ":" not in url[start : start + _MOST_HEAD]:
+            raise field_error(
+                where,
+                f": {shown(url[:40])} is no URL; write the image as data:image/png;base64,… or "
+                "give an address",
+                code="invalid_image_url",
+            )
         return ImageSource(where, url=url)
     comma = url.find(",", start, start + _MOST_HEAD)
     kind, _, coding = url[start:comma].rpartition(";")
@@ -147,9 +154,10 @@ class Images:
                 code="images_not_supported",
             )
         if len(sources) > most:
+            where = sources[most].where
             raise field_error(
                 where,
-                f" and others are {len(sources)} images, and at most {most} are taken "
+                f"is image {most + 1} of {len(sources)}, and at most {most} are taken "
                 "(images.max_per_request); send fewer",
                 code="too_many_images",
             )

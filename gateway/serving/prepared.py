@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from ...bus.public import GenerateRequest, ImageInput
-from ...config import NanoInferenceError, SamplingParams
+from ...config import NanoInferenceError, SamplingParams, shown
+from ...text.enforced_schema import IGNORING
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
 from ..call import Call
@@ -19,6 +21,11 @@ from .chat_templates import Conversation, reasoning_asked
 from .fields import ignore
 from .images import sources_in
 from .services import Services
+
+_OF_ARGUMENTS = re.compile(
+    r"\d\(\d+\): (?:failed to compile JSON schema: )?(?P<why>[^`]*), in `arguments_(?P<place>\d+):"
+)
+"""A message about a grammar's rule, as `text.messages` names those of tools by their places."""
 
 
 class Prepared(NamedTuple):
@@ -236,7 +243,21 @@ def about_tools(reading: Reading | None) -> Iterator[None]:
     except NanoInferenceError as error:
         if error.code != "invalid_constraint" or reading is None or not reading.tools:
             raise
-        raise FieldError(error.message, param="tools", code=error.code) from None
+        told = _about_one(error.message, reading)
+        raise FieldError(told, param="tools", code=error.code) from None
+
+
+def _about_one(message: str, reading: Reading) -> str:
+    """Return a message about a rule with a tool's arguments as one about this tool; others
+    unchanged."""
+    found = _OF_ARGUMENTS.search(message)
+    if found is None:
+        return message
+    tool = reading.tools[int(found["place"])]
+    advice = f"; {IGNORING}" if IGNORING in message else ""
+    return (
+        f"the parameters of the tool {shown(tool.name)} can't be enforced: {found['why']}{advice}"
+    )
 
 
 def _with_readable_reasoning(

@@ -18,6 +18,7 @@ from ...bus.public import (
     FinishReason,
     GenerateRequest,
     Output,
+    token_columns,
 )
 from ...config import NanoInferenceError
 from ..call import Call
@@ -68,6 +69,7 @@ def rest_of(sample: CompletionSample, tokens: int = 0, chars: int = 0) -> Iterat
             finish_reason=sample.finish_reason if is_last else None,
             weight_version=version,
             top_logprobs=sample.top_logprobs and sample.top_logprobs[first:end],
+            **token_columns(sample, first, end),
         )
 
 

@@ -21,6 +21,7 @@ from .lane_state import Readiness, ServedModels
 from .request_log import RequestLog
 from .submissions import Submissions
 from .tokenizer import LazyTokenizer
+from .weight_sync import VersionLabels, WeightSync
 
 ChainOf = Callable[[BusClient, Config, LazyTokenizer, ServedModels], PolicyChain]
 """Returns the policy chain of a model's calls."""
@@ -48,6 +49,8 @@ class Services:
         images: Images of conversations.
         durable: Calls stored on the bus.
         keyed: Calls with idempotency keys, of interfaces that store nothing else.
+        labels: Trainers' names of weight versions.
+        weight_sync: Trainers' weight updates, through any interface.
     """
 
     client: BusClient
@@ -83,6 +86,8 @@ class Services:
         )
         self.durable = DurableCalls(client, config)
         self.keyed = BodyCalls(self.durable, config.engine.model_name)
+        self.labels = VersionLabels()
+        self.weight_sync = WeightSync(client, self.labels, gateway.sync_timeout_s)
 
     async def warm_up(self) -> None:
         """Load the tokenizer, start the processes that render its chat template, if any, and find

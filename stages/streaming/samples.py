@@ -9,7 +9,14 @@ from msgspec.structs import replace
 
 from ...bus.entries import entry_key
 from ...bus.messages import RequestOpened, RowFinish, TopLogprobs
-from ...bus.public import CompletionChunk, CompletionSample, FinishReason, StageTime, TokenLogprob
+from ...bus.public import (
+    CompletionChunk,
+    CompletionSample,
+    FinishReason,
+    StageTime,
+    TokenLogprob,
+    token_columns,
+)
 from ...bus.recovery import RecoveredSample
 from ...text.detokenizer import Detokenizer, Pieces
 from .stop_strings import StopStrings
@@ -95,6 +102,8 @@ class Sample:
         adapter_version: Version of the next tokens' adapter; 0 without one.
         first_adapter_version: Version of the first token's adapter.
         fields: Fields of parts in the CompletionSample.
+        columns: Columns of tokens, by their field in chunks and in the CompletionSample. A step's
+            values come before its tokens, also those after a stop string.
     """
 
     request: RequestState
@@ -110,6 +119,7 @@ class Sample:
     adapter_version: int = 0
     first_adapter_version: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopStrings | None = field(init=False)
     _reports: bool = field(init=False)
@@ -188,6 +198,8 @@ class Sample:
             self.set_adapter(chunk.adapter_version)
             if chunk.weight_version != self.weight_version:
                 self._change_weights(chunk.weight_version)
+        for name, values in token_columns(chunk).items():
+            self.columns.setdefault(name, []).extend(values)
         for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True):
             self.token_ids.append(token_id)
             self.logprobs.append(logprob)
@@ -222,6 +234,8 @@ class Sample:
             top_logprobs=self._tops(offset),
             adapter_version=self.adapter_version,
         )
+        if self.columns:
+            chunk = replace(chunk, **self.columns_of(offset))
         if prompt and not offset and not self.index and self.token_ids:
             return replace(chunk, **prompt)
         return chunk
@@ -240,7 +254,16 @@ class Sample:
             top_logprobs=self._tops(0),
             adapter_version=self.first_adapter_version,
             **self.fields,
+            **self.columns_of(0),
         )
+
+    def columns_of(self, offset: int) -> dict[str, Any]:
+        """Return the columns of the tokens from `offset` on.
+
+        A column without the first tokens, which an older version has delivered, is left out.
+        """
+        end, columns = len(self.token_ids), self.columns
+        return {name: tuple(each[offset:end]) for name, each in columns.items() if len(each) >= end}
 
     def _tops(self, offset: int) -> tuple[TokenLogprobs, ...] | None:
         return tuple(self.top_logprobs[offset:]) if self._reports else None

@@ -61,6 +61,8 @@ def parse_address(url: str) -> Address:
     scheme, _, rest = url.partition("://")
     _check_meaning(scheme, rest)
     plain, _, kind = scheme.partition("+")
+    if plain in ("redis", "rediss") and not (kind or _is_database(urlsplit(f"//{rest}").path)):
+        raise ValueError("the path is no database's number")
     if kind not in ("sentinel", "cluster"):
         connection_class, options = _options(url)
         if scheme == "redis" and options.get("host") == HOST and CREDENTIALS.isdisjoint(options):
@@ -102,6 +104,12 @@ def _check_meaning(scheme: str, rest: str) -> None:
         raise ValueError("an @ is not percent-encoded")
     if "@" in parts.path and (scheme != "unix" or parts.netloc):
         raise ValueError("an @ in the path is not percent-encoded")
+
+
+def _is_database(path: str) -> bool:
+    """Return whether a path is a database's number, or none. redis-py takes any other as 0."""
+    number = path.strip("/")
+    return not number or number.isdecimal()
 
 
 def _options(url: str) -> tuple[type[Connection], dict[str, Any]]:

@@ -266,6 +266,14 @@ class Server:
                 detail=f"can't reach Redis at {self.name}: {_reason(error)}; "
                 "start it, or pass --bus with the right URL",
             )
+        if "DB index is out of range" in str(error):
+            return BusError(
+                "the bus has no database of the number in bus.url; its log says more",
+                detail=f"Redis at {self.name} has no database of that number; write 0, or raise "
+                "`databases` in its configuration",
+            )
+        if "unknown command" in str(error).lower() and "HELLO" in str(error):
+            return _too_old(self.name, "before 6")
         if isinstance(error, exceptions.NoPermissionError):
             return BusError(
                 "this process may not do this on the bus; its log says more",
@@ -555,12 +563,16 @@ def check_version(info: dict[str, Any], server_name: str) -> None:
     version = str(info.get("redis_version", ""))
     numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     if numbers < MIN_VERSION:
-        wanted = ".".join(map(str, MIN_VERSION))
-        raise BusError(
-            "the bus is too old; the log of this process says more",
-            detail=f"Redis at {server_name} has version {version or 'unknown'}; {wanted} or newer "
-            "is needed (any Valkey will do)",
-        )
+        raise _too_old(server_name, version or "unknown")
+
+
+def _too_old(server_name: str, version: str) -> BusError:
+    wanted = ".".join(map(str, MIN_VERSION))
+    return BusError(
+        "the bus is too old; the log of this process says more",
+        detail=f"Redis at {server_name} has version {version}; {wanted} or newer "
+        "is needed (any Valkey will do)",
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from nano_inference.config import nearest
 from nano_inference.gateway.api.anthropic import bodies as anthropic_bodies
 from nano_inference.gateway.api.ollama import bodies as ollama_bodies
 from nano_inference.gateway.api.openai import bodies as openai_bodies
+from nano_inference.gateway.api.openai import response_bodies
 from nano_inference.gateway.api.sglang import generate, info, requests, weights
 from nano_inference.gateway.server.http import MOST_CONTAINERS
 from nano_inference.gateway.serving import sampling_fields
@@ -109,8 +111,16 @@ async def test_a_number_beyond_64_bits_is_refused_with_its_place(
 
 
 def test_no_field_of_a_body_takes_a_number_beyond_64_bits() -> None:
-    modules = (generate, info, requests, weights, openai_bodies, anthropic_bodies, ollama_bodies)
-    modules += (sampling_fields,)
+    modules: tuple[ModuleType, ...] = (
+        generate,
+        info,
+        requests,
+        weights,
+        openai_bodies,
+        anthropic_bodies,
+        ollama_bodies,
+    )
+    modules += (response_bodies, sampling_fields)
     bodies = [
         kind
         for module in modules

@@ -22,9 +22,9 @@ from nano_inference.bus.control import (
 )
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
 from nano_inference.config import WeightsError
-from nano_inference.gateway.api.sglang import sync as sync_module
 from nano_inference.gateway.api.sglang import weights as weights_module
-from nano_inference.gateway.api.sglang.sync import VersionLabels, WeightSync
+from nano_inference.gateway.serving import weight_sync as sync_module
+from nano_inference.gateway.serving.weight_sync import VersionLabels, WeightSync
 from nano_inference.stages.executor.runner.weights.transports import (
     SharedWeights,
     WeightsGroup,

@@ -43,6 +43,8 @@ def read_messages(body: Body) -> MessagesBody:
     fields = read_part(body, MessagesBody)
     if fields.max_tokens is None:
         raise field_error("max_tokens", "is missing; say how many tokens the answer may have")
+    if fields.max_tokens < 1:
+        raise field_error("max_tokens", f"is {shown(fields.max_tokens)}; it must be at least 1")
     check_thinking(fields)
     if (budget_of(fields) or 0) >= fields.max_tokens:
         raise field_error(

@@ -9,22 +9,7 @@ import msgspec
 from ....bus.public import FinishReason, KVSession, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
-from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, WHOLE, SamplingBody
-
-CallName = Literal[
-    "completions",
-    "chat",
-    "responses",
-    "generate",
-    "sampling_params",
-    "tokenize",
-    "detokenize",
-    "embeddings",
-    "score",
-    "rerank",
-    "kv_sessions",
-]
-"""`sampling_params` are a field of `generate`, with fields of its own."""
+from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -38,7 +23,7 @@ CACHE_MARKS = dict.fromkeys(
 )
 
 _TENANT = "the key, or without keys the header `X-Tenant`, identifies the tenant"
-_NEUTRAL = {
+TEXT_NEUTRAL = {
     "client_metadata": "a client's notes",
     "prompt_cache_key": "prefixes are found without it",
     "prompt_cache_retention": "the cache decides",
@@ -48,22 +33,22 @@ _NEUTRAL = {
     "user": _TENANT,
 }
 _ANSWERED = "an addition of a client's library to an answer that it sends back"
-_NO_PADDING = "nothing is padded"
+NO_PADDING = "nothing is padded"
 _ONE_RESOLUTION = "a model has one resolution"
-_REFUSED = REFUSED | {
+TEXT_REFUSED = REFUSED | {
     "extra_body": RefusedField(
         "its fields belong to the body itself, where clients' libraries put them"
     ),
     "include_stop_str_in_output": RefusedField("the text ends before it"),
     "skip_special_tokens": RefusedField("they are left out of the text", (True,)),
 }
-_REFUSED_BY_BOTH = _REFUSED | {
+_REFUSED_BY_BOTH = TEXT_REFUSED | {
     "length_penalty": RefusedField("of beams", (1,)),
     "mm_processor_kwargs": RefusedField("images are read as the model's own settings say"),
     "use_beam_search": RefusedField("samples are drawn"),
 }
-_VERBOSITY = "chat templates read none; ask for it in a message"
-_MODERATION = RefusedField("nothing is judged")
+VERBOSITY = "chat templates read none; ask for it in a message"
+MODERATION = RefusedField("nothing is judged")
 _CHAT_TEMPLATE = RefusedField(
     "the model's own is used; send the rendered text or tokens to `/v1/completions`"
 )
@@ -74,7 +59,7 @@ _NOT_HANDED_OVER = RefusedField("nothing is handed to other servers")
 class StreamOptions(msgspec.Struct, frozen=True):
     """Additions to a stream."""
 
-    NEUTRAL: ClassVar = {"include_obfuscation": _NO_PADDING}
+    NEUTRAL: ClassVar = {"include_obfuscation": NO_PADDING}
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -160,7 +145,7 @@ class TextBody(StreamedBody, frozen=True, kw_only=True):
     """The fields that completions and chats have."""
 
     SAMPLING: ClassVar = TEXT_SAMPLING
-    NEUTRAL: ClassVar = _NEUTRAL | {"metadata": "nothing is stored"}
+    NEUTRAL: ClassVar = TEXT_NEUTRAL | {"metadata": "nothing is stored"}
 
     n: Int64 = 1
     prompt_logprobs: Int64 | None = None
@@ -228,7 +213,7 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     NEUTRAL: ClassVar = TextBody.NEUTRAL | {
         "prompt_cache_options": "the cache decides",
         "store": "nothing is stored",
-        "verbosity": _VERBOSITY,
+        "verbosity": VERBOSITY,
         "web_search_options": "nothing is searched, and a model may do without",
     }
     REFUSED: ClassVar = _REFUSED_BY_BOTH | {
@@ -238,7 +223,7 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
         "function_call": RefusedField(f"{_OLD_FORM} `tool_choice`", (*EMPTY, "none", "auto")),
         "functions": RefusedField(f"{_OLD_FORM} `tools`"),
         "modalities": RefusedField("text alone is made", (*EMPTY, ["text"])),
-        "moderation": _MODERATION,
+        "moderation": MODERATION,
         "stream_reasoning": RefusedField("it comes as it is made", (True,)),
         "truncation_side": RefusedField(
             "the end of a chat's prompt begins its answer", (*EMPTY, "left")
@@ -292,84 +277,6 @@ class GenerateBody(StreamedBody, frozen=True, kw_only=True):
     token_ids: list[Int64] | None = None
     sampling_params: dict[str, Any] = {}
     request_id: str = ""
-
-
-class TextOptions(msgspec.Struct, frozen=True):
-    """Options of a response's text."""
-
-    NEUTRAL: ClassVar = {"verbosity": _VERBOSITY}
-
-    format: dict[str, Any] | None = None
-
-
-class ResponseStreamOptions(msgspec.Struct, frozen=True):
-    """Options of a response's stream, whose last event has the usage anyway."""
-
-    NEUTRAL: ClassVar = {"include_obfuscation": _NO_PADDING}
-
-
-class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A response's reasoning. There are no summaries: the reasoning itself is returned."""
-
-    effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored conversation."""
-
-    id: str
-
-
-class ResponseBody(RequestBody, frozen=True, kw_only=True):
-    """`/v1/responses`."""
-
-    SAMPLING: ClassVar = TEXT_SAMPLING
-    NEUTRAL: ClassVar = _NEUTRAL | {
-        "max_tool_calls": "only for built-in tools, which don't exist here",
-        "prompt_cache_options": "the cache decides",
-        "verbosity": _VERBOSITY,
-    }
-    REFUSED: ClassVar = (
-        _REFUSED
-        | WHOLE
-        | {
-            "background_options": RefusedField("there is one speed; `priority` says more"),
-            "context_management": RefusedField("prompts are taken whole"),
-            "moderation": _MODERATION,
-            "prompt": RefusedField("there are no prompts by name; send `input`"),
-        }
-    )
-
-    input: str | list[dict[str, Any]] | None = None
-    instructions: str | None = None
-    max_output_tokens: Int64 | None = None
-    include: list[str] = []
-    top_logprobs: Int64 | None = None
-    store: bool = True
-    background: bool = False
-    previous_response_id: str | None = None
-    conversation: str | NamedConversation | None = None
-    kv_session: KVSession | None = None
-    metadata: dict[str, str] = {}
-    stream: bool = False
-    stream_options: ResponseStreamOptions | None = None
-    structured_outputs: dict[str, Any] = {}
-    text: TextOptions = TextOptions()
-    truncation: Literal["auto", "disabled"] = "disabled"
-    chat_template_kwargs: dict[str, Any] = {}
-    tools: list[dict[str, Any]] = []
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
-    reasoning: ReasoningOptions | None = None
-    thinking_token_budget: Budget | None = None
-
-    @property
-    def conversation_id(self) -> str:
-        """The id of its conversation; "" for none."""
-        given = self.conversation
-        return given.id if isinstance(given, NamedConversation) else given or ""
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -607,18 +514,3 @@ class DerenderTextBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: list[Int64 | None] | None = None
     prompt_token_ids: list[list[Int64] | None] | None = None
     completion_request: dict[str, Any] | None = None
-
-
-BODIES: dict[CallName, type[msgspec.Struct]] = {
-    "completions": CompletionBody,
-    "chat": ChatBody,
-    "responses": ResponseBody,
-    "generate": GenerateBody,
-    "sampling_params": SamplingBody,
-    "tokenize": TokenizeBody,
-    "detokenize": DetokenizeBody,
-    "embeddings": EmbeddingBody,
-    "score": ScoreBody,
-    "rerank": RerankBody,
-    "kv_sessions": SessionBody,
-}

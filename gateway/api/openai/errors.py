@@ -6,7 +6,7 @@ from ....config import NanoInferenceError
 from ...call import Call
 from ...server.http import Endpoint, FieldError, Response
 from ...serving.fields import fields_of
-from .bodies import BODIES, CallName
+from .call_bodies import BODIES, CallName
 
 _CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}
 """Codes that programs expect by OpenAI's names."""

@@ -9,7 +9,6 @@ from ...serving.services import Services
 from ..routes import PolicyRoute
 from .generate import Generation, encode
 from .info import ServerInfoCalls
-from .sync import VersionLabels, WeightSync
 from .weights import WeightCalls
 
 # The first of `effects` may be called by GET as well, as SGLang allows.
@@ -19,11 +18,9 @@ _NUM_EFFECTS = {"none": 0, "flush_cache": 1, "all": 3}
 def sglang_routes(services: Services) -> list[PolicyRoute]:
     """Return the endpoints."""
     gateway = services.config.gateway
-    labels = VersionLabels()
-    sync = WeightSync(services.client, labels, gateway.sync_timeout_s)
-    generation = Generation(services, labels)
-    info = ServerInfoCalls(services, sync, labels)
-    weights = WeightCalls(services, sync)
+    generation = Generation(services)
+    info = ServerInfoCalls(services)
+    weights = WeightCalls(services)
     routes = [
         PolicyRoute("POST,PUT /generate", "generate", generation.generate),
         PolicyRoute("POST,PUT /encode", "generate", partial(encode, services)),

@@ -30,8 +30,8 @@ from ...serving.samples import Unsent, all_samples, rest_of
 from ...serving.submissions import ENDED_EARLY
 from ...serving.times import time_usage
 from ...serving.tokenizer import Tokenizer, free_of_stops, is_stop_token, matched_stop
+from ...serving.weight_sync import VersionLabels
 from .requests import PromptCall
-from .sync import VersionLabels
 
 Answer = dict[str, Any]
 Entry = tuple[float | None, int, str | None]

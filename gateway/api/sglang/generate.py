@@ -25,7 +25,6 @@ from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
 from .answers import Answer, PromptWriter, SampleEvents
 from .requests import ROUTED_OR_LOGGED, PromptCall, read_call, read_prompts, read_sglang_object
-from .sync import VersionLabels
 
 _DONE = b"[DONE]"
 
@@ -33,10 +32,10 @@ _DONE = b"[DONE]"
 class Generation:
     """The calls of `/generate` in flight."""
 
-    def __init__(self, services: Services, labels: VersionLabels) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
         self._submissions = services.submissions
-        self._labels = labels
+        self._labels = services.labels
 
     async def generate(self, call: Call) -> Response:
         """The endpoint."""

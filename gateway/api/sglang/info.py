@@ -23,7 +23,6 @@ from ...serving.fields import read_part
 from ...serving.lane_state import DRAINING
 from ...serving.services import Services
 from .requests import read_sglang_object
-from .sync import VersionLabels, WeightSync
 
 # The token that /health_generate continues; every vocabulary has it.
 _PROBE = (0,)
@@ -43,13 +42,13 @@ class AbortBody(msgspec.Struct, frozen=True):
 class ServerInfoCalls:
     """The endpoints."""
 
-    def __init__(self, services: Services, sync: WeightSync, labels: VersionLabels) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
         self._client = services.client
         self._config = services.config
         self._submissions = services.submissions
-        self._sync = sync
-        self._labels = labels
+        self._sync = services.weight_sync
+        self._labels = services.labels
         services.readiness.consider(self._released)
 
     async def health(self, call: Call) -> Response:

@@ -21,7 +21,6 @@ from ...serving.fields import RefusedField, read_part
 from ...serving.model_names import alias_of
 from ...serving.services import Services
 from .requests import read_sglang_object
-from .sync import WeightSync
 
 _BY_ITSELF = "the engine itself frees memory and records graphs"
 _NEUTRAL = {
@@ -157,11 +156,11 @@ class LoadLoraBody(UnloadLoraBody, frozen=True):
 class WeightCalls:
     """The endpoints."""
 
-    def __init__(self, services: Services, sync: WeightSync) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
         self._client = services.client
         self._gateway = services.config.gateway
-        self._sync = sync
+        self._sync = services.weight_sync
         self._unpacking = anyio.CapacityLimiter(_UNPACKED_AT_ONCE)
 
     async def init_group(self, call: Call) -> Response:

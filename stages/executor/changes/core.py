@@ -278,8 +278,8 @@ class ChangesCore:
         self.fetching = ticket
         if isinstance(update.source, StagedWeights):
             # All parts are there, so those that need each other can be converted.
-            tensors, origin = self._parts.take(update.source)
-            self._effects.append(do.Combine(ticket, update, tensors, origin))
+            tensors, origin, base = self._parts.take(update.source)
+            self._effects.append(do.Combine(ticket, update, tensors, origin, base))
         else:
             self._effects.append(do.Fetch(ticket, update))
 
@@ -335,7 +335,9 @@ class ChangesCore:
             self._begin_stage(ticket, update, fetched, update.version)
 
     def _keep_part(self, ticket: int, update: UpdateWeights, fetched: do.Fetched) -> None:
-        self._parts.add(update.part_of, fetched.tensors, fetched.origin, self._limits)
+        self._parts.add(
+            update.part_of, fetched.tensors, fetched.origin, self._limits, base=fetched.base
+        )
         self._answer(ticket)
 
     def _prepare(
@@ -483,6 +485,7 @@ class WeightParts:
         self._update, self._parts = "", 0
         self._tensors: dict[str, NewWeight] = {}
         self._origin: do.WeightsOrigin | None = None
+        self._base: int | None = None
         # An upper bound: a tensor that came again counts twice.
         self._num_bytes = 0
 
@@ -492,15 +495,31 @@ class WeightParts:
         tensors: Mapping[str, NewWeight],
         origin: do.WeightsOrigin | None = None,
         limits: WeightLimits = UNLIMITED,
+        *,
+        base: int | None = None,
     ) -> None:
         """Keep a part. A tensor that comes again replaces the earlier one.
 
         Raises:
-            WeightsError: All parts together exceed the limits.
+            WeightsError: All parts together exceed the limits; or a delta changes a tensor of
+                another part, or begins with another version.
         """
         if update != self._update:
             self.drop()
             self._update = update
+        if base is not None or self._base is not None:
+            if base is not None and self._base not in (None, base):
+                raise WeightsError(
+                    f"a part is a delta of version {base}, and another one of {self._base}",
+                    code="weights_base",
+                )
+            if again := tensors.keys() & self._tensors.keys():
+                raise WeightsError(
+                    f"{shown(min(again))} is in two parts, of which one is a delta; send the "
+                    "changes of a tensor in one part",
+                    code="weights_delta",
+                )
+            self._base = base if base is not None else self._base
         self._parts += 1
         self._origin = origin if self._parts == 1 else None
         self._tensors.update(tensors)
@@ -512,26 +531,27 @@ class WeightParts:
 
     def take(
         self, staged: StagedWeights
-    ) -> tuple[Mapping[str, NewWeight], do.WeightsOrigin | None]:
-        """Return all tensors of an update, and their origin if they share one; keep nothing.
+    ) -> tuple[Mapping[str, NewWeight], do.WeightsOrigin | None, int | None]:
+        """Return all tensors of an update, their origin if they share one, and the version of which
+        some are a delta; keep nothing.
 
         Raises:
             WeightsError: Some parts are missing.
         """
         parts = self._parts if staged.update == self._update else 0
-        tensors, origin = self._tensors, self._origin
+        found = self._tensors, self._origin, self._base
         self.drop()
         if not parts or parts != staged.parts:
             raise WeightsError(
                 f"{parts} of the update's {staged.parts} parts have come; send all of them again",
                 code="weights_incomplete",
             )
-        return tensors, origin
+        return found
 
     def drop(self) -> None:
         """Keep nothing."""
         self._update, self._parts, self._tensors, self._origin = "", 0, {}, None
-        self._num_bytes = 0
+        self._num_bytes, self._base = 0, None
 
 
 def _held(tensors: Mapping[str, NewWeight]) -> int:

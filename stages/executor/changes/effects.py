@@ -41,6 +41,7 @@ class Combine(ChangeJob, frozen=True):
     update: UpdateWeights
     tensors: Mapping[str, NewWeight]
     origin: WeightsOrigin | None
+    base: int | None = None
 
 
 class Check(ChangeJob, frozen=True):

@@ -350,13 +350,14 @@ class StagedChanges:
                 fetched: do.Fetched = await self._in_background(self._weights.fetch, update)
                 self.actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
                 return fetched
-            case do.Combine(_, _, tensors, origin):
+            case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)
-                return do.Fetched(prepared, origin, weights.covers(prepared))
+                return do.Fetched(prepared, origin, weights.covers(prepared), base=base)
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):
-                start = partial(weights.start_sync, partial=update.partial)
+                is_partial = update.partial or fetched.base is not None
+                start = partial(weights.start_sync, partial=is_partial, base=fetched.base)
                 counted: int = await self.on_torch(start, fetched.tensors, version)
                 return counted
             case do.StageAdapter(_, load):
@@ -392,7 +393,8 @@ def check_fetched(update: UpdateWeights, fetched: do.Fetched, weights: WeightSyn
         weights.check(fetched.tensors, partial=True)
         return
     weights.check_version(update.version)
-    weights.check(fetched.tensors, partial=update.partial)
+    weights.check_base(fetched.base)
+    weights.check(fetched.tensors, partial=update.partial or fetched.base is not None)
     weights.check_complete(fetched.tensors)
 
 

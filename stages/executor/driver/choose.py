@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +16,37 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import TopLogprobs
+from ....bus.parts.columns import NO_COLUMNS, SUPPORT_LOGPROBS, Columns, columns_of
 from ..runner.interface import IntArray
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
-from .sampling import Limits, sample_rows, uniforms
+from .sampling import NO_LIMITS, Limits, sample_rows, uniforms
 from .sequences import BoolArray, Places, SequenceTable
+
+
+class ChosenTokens(NamedTuple):
+    """Tokens for some places.
+
+    Attributes:
+        tokens, logprobs: `[batch]` each, on the device.
+        top_logprobs: `report_top_logprobs`.
+        columns: As in `Sampled`.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    columns: Columns = NO_COLUMNS
+
+    def of(self, kept: BoolArray) -> ChosenTokens:
+        """Return the tokens of some places, `[batch]`."""
+        indices = torch.from_numpy(np.flatnonzero(kept)).to(self.tokens.device)
+        return ChosenTokens(
+            self.tokens[indices],
+            self.logprobs[indices],
+            tuple(compress(self.top_logprobs, kept)),
+            columns_of(self.columns, kept),
+        )
 
 
 class TokenChooser(NamedTuple):
@@ -37,16 +64,13 @@ class TokenChooser(NamedTuple):
 
     def choose(
         self, model_logits: Tensor, places: Places, masks: PendingMasks | None = None
-    ) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
+    ) -> ChosenTokens:
         """Choose a token for each place, and report it in the configured mode.
 
         Args:
             model_logits: `[batch, vocab]` float32; changed unless `raw`.
             places: `[batch]`, of the rows of logits.
             masks: From `Constraints.begin`, for these places.
-
-        Returns:
-            Tokens and logprobs, `[batch]` each on the device, and `report_top_logprobs`.
 
         Raises:
             ModelError: The model's output is broken.
@@ -64,18 +88,27 @@ class TokenChooser(NamedTuple):
         numbers = None
         if temperature.any():
             numbers = upload(uniforms(table.seed[rows], table.num_generated[rows] + places.ahead))
-        top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-        limits = Limits(
-            upload(top_k) if top_k.any() else None,
-            upload(top_p) if (top_p < 1).any() else None,
-            upload(min_p) if min_p.any() else None,
+        limited, limits = table.limited[rows], NO_LIMITS
+        if limited.any():
+            top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+            limits = Limits(
+                upload(top_k) if top_k.any() else None,
+                upload(top_p) if (top_p < 1).any() else None,
+                upload(min_p) if min_p.any() else None,
+            )
+        tokens, logprobs, support_logprobs = sample_rows(
+            logits, temperatures, numbers, limits, kernels=kernels
         )
-        tokens, logprobs = sample_rows(logits, temperatures, numbers, limits, kernels=kernels)
+        columns: dict[str, tuple[Any, ...]] = {}
+        if support_logprobs is not None:
+            values = zip(limited.tolist(), support_logprobs.tolist(), strict=True)
+            columns[SUPPORT_LOGPROBS] = tuple([value if has else None for has, value in values])
         if self.raw:
             logits, temperatures = model_logits, torch.ones_like(temperatures)
             logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
         counts = table.num_logprobs[rows]
-        return tokens, logprobs, report_top_logprobs(logits, temperatures, counts, kernels=kernels)
+        tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
+        return ChosenTokens(tokens, logprobs, tops, columns)
 
 
 def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -90,8 +90,8 @@ def scale_logits(
 def broken_output(what: str = "logits") -> ModelError:
     """Return the error for output that is not finite, such as a row's largest logit."""
     return ModelError(
-        f"the model's {what} are not finite; its weights are damaged, or its dtype can't hold "
-        "them (float16 overflows where bfloat16 does not)"
+        f"the model's {what} are not finite; its weights or its KV cache are damaged, or its dtype "
+        "can't hold them (float16 overflows where bfloat16 does not)"
     )
 
 
@@ -101,16 +101,17 @@ def _weights(logits: Tensor, largest: Tensor, divisors: Tensor, *, kernels: bool
     return elementwise(torch.exp, scaled) if kernels else scaled.exp_()
 
 
-def block_sums(weights: Tensor) -> Tensor:
+def block_sums(weights: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return sums over blocks of the vocabulary, `[batch, blocks]` float64.
 
-    Inside a block float32 is exact enough; across blocks it would not be.
+    Inside a block float32 is exact enough to sample; across blocks it would not be. `dtype`: of the
+    sums inside a block.
     """
     batch, vocab = weights.shape
     whole = vocab // BLOCK * BLOCK
-    sums = weights[:, :whole].view(batch, -1, BLOCK).sum(dim=-1).double()
+    sums = weights[:, :whole].view(batch, -1, BLOCK).sum(dim=-1, dtype=dtype).double()
     if whole < vocab:
-        rest = weights[:, whole:].sum(dim=-1, keepdim=True).double()
+        rest = weights[:, whole:].sum(dim=-1, keepdim=True, dtype=dtype).double()
         sums = torch.cat((sums, rest), dim=-1)
     return sums
 

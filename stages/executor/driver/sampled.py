@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import RowFinish, TopLogprobs
+from ....bus.parts.columns import NO_COLUMNS, Columns, columns_of
 from ..runner.interface import IntArray
 from .logprobs import broken_output
 from .sampling import sample_plain
@@ -100,7 +101,11 @@ class Readback:
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """The token fields of a StepResult, `[rows]` each."""
+    """The token fields of a StepResult, `[rows]` each.
+
+    Attributes:
+        columns: Values of optional features, `[rows]` each: None in a row without the feature.
+    """
 
     seq_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
@@ -108,6 +113,7 @@ class Sampled(msgspec.Struct, frozen=True):
     finish_reasons: tuple[RowFinish, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
     adapter_versions: tuple[int, ...] = ()
+    columns: Columns = {}
 
 
 class SampledRows(msgspec.Struct, frozen=True, eq=False):
@@ -121,6 +127,7 @@ class SampledRows(msgspec.Struct, frozen=True, eq=False):
         readback: Tokens and logprobs.
         top_logprobs: As in StepResult.
         adapter_versions: As in StepResult.
+        columns: As in `Sampled`.
     """
 
     rows: IntArray
@@ -130,6 +137,7 @@ class SampledRows(msgspec.Struct, frozen=True, eq=False):
     readback: Readback
     top_logprobs: tuple[TopLogprobs, ...]
     adapter_versions: tuple[int, ...] = ()
+    columns: Columns = {}
 
 
 class UnreadTokens:
@@ -155,6 +163,7 @@ class UnreadTokens:
         *,
         fed: bool,
         adapter_versions: tuple[int, ...] = (),
+        columns: Columns = NO_COLUMNS,
     ) -> SampledRows:
         """Count tokens, `[places]`, that are on their way to the host.
 
@@ -165,6 +174,7 @@ class UnreadTokens:
             top_logprobs: As in StepResult.
             fed: Whether a TokenFeed holds them too, so that placeholders may replace them.
             adapter_versions: As in StepResult.
+            columns: As in `Sampled`.
         """
         table, rows = self._table, sampled.rows
         places = table.num_known[rows] + sampled.ahead
@@ -182,6 +192,7 @@ class UnreadTokens:
             readback=Readback(tokens, logprobs),
             top_logprobs=top_logprobs,
             adapter_versions=adapter_versions,
+            columns=columns,
         )
         self._steps.append(step)
         return step
@@ -209,10 +220,11 @@ class UnreadTokens:
         if not np.isfinite(logprobs).all():
             raise broken_output()
         rows, seq_ids, at_limit, tops = step.rows, step.seq_ids, step.at_limit, step.top_logprobs
-        versions = step.adapter_versions
+        versions, columns = step.adapter_versions, step.columns
         kept = table.holds(rows, seq_ids) & ~table.finished[rows]
         if not kept.all():
             tops, versions = tuple(compress(tops, kept)), tuple(compress(versions, kept))
+            columns = columns_of(columns, kept)
             rows, seq_ids, at_limit = rows[kept], seq_ids[kept], at_limit[kept]
             tokens, logprobs = tokens[kept], logprobs[kept]
         token_ids = tuple(tokens.tolist())
@@ -224,6 +236,7 @@ class UnreadTokens:
             finish_reasons=reasons,
             top_logprobs=tops,
             adapter_versions=versions,
+            columns=columns,
         )
 
     def _reasons(

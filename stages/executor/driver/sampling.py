@@ -99,7 +99,7 @@ def sample_with_logprobs(
             f"a temperature is {temperatures[~usable][0].item()}; it must be 0 (greedy) or above",
             code="invalid_temperature",
         )
-    return sample_rows(logits, temperatures, uniforms, limits, kernels=kernels)
+    return sample_rows(logits, temperatures, uniforms, limits, kernels=kernels)[:2]
 
 
 def _check_shapes(logits: Tensor, columns: dict[str, Tensor | None]) -> None:
@@ -127,10 +127,33 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
+class Choice(NamedTuple):
+    """Sampled tokens.
+
+    Attributes:
+        tokens: `[batch]` int64.
+        logprobs: `[batch]` float32.
+        support_logprobs: `[batch]` float32, the log of the probability mass that the limits leave:
+            0 in a row without limits, and the token's own logprob at temperature 0. None if no row
+            has limits.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    support_logprobs: Tensor | None = None
+
+
+class _Restricted(NamedTuple):
+    """Weights, 0 outside the limits, `[batch, vocab]`, and the log of their share, `[batch]`."""
+
+    weights: Tensor
+    log_shares: Tensor
+
+
 @torch.no_grad()
 def sample_rows(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Limits, *, kernels: bool
-) -> tuple[Tensor, Tensor]:
+) -> Choice:
     """Sample like `sample_with_logprobs`, with checked arguments."""
     whole = kernels and limits == NO_LIMITS
     if whole and (uniforms is not None or not temperatures.any()):
@@ -138,16 +161,21 @@ def sample_rows(
         tokens, logprobs = cpu.sample(logits.float(), temperatures.float(), numbers, BLOCK)
         if not np.isfinite(logprobs.numpy()).all():
             raise broken_output()
-        return tokens, logprobs
+        return Choice(tokens, logprobs)
     scaled = scale_logits(logits.float(), temperatures, kernels=kernels)
     greedy = temperatures == 0
-    tokens = scaled.first_largest
+    tokens, restricted = scaled.first_largest, None
     if not bool(greedy.all()):
         if uniforms is None:
             uniforms = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
-        sampled = _inverse_cdf(scaled, _restrict(scaled, limits), uniforms)
-        tokens = torch.where(greedy, tokens, sampled)
-    return tokens, scaled.logprobs(tokens[:, None])[:, 0]
+        restricted = _restrict(scaled, limits)
+        weights = None if restricted is None else restricted.weights
+        tokens = torch.where(greedy, tokens, _inverse_cdf(scaled, weights, uniforms))
+    logprobs = scaled.logprobs(tokens[:, None])[:, 0]
+    if limits == NO_LIMITS:
+        return Choice(tokens, logprobs)
+    shares = torch.zeros_like(logprobs) if restricted is None else restricted.log_shares
+    return Choice(tokens, logprobs, torch.where(greedy, logprobs, shares))
 
 
 @torch.no_grad()
@@ -208,8 +236,8 @@ def _below(targets: Tensor, totals: Tensor) -> Tensor:
     return torch.minimum(targets.clamp_(min=0.0), largest)
 
 
-def _restrict(scaled: ScaledLogits, limits: Limits) -> Tensor | None:
-    """Return the weights, 0 outside the limits; None if no row has a limit."""
+def _restrict(scaled: ScaledLogits, limits: Limits) -> _Restricted | None:
+    """Return the weights within the limits; None if no row has a limit."""
     if limits == NO_LIMITS:
         return None
     top_k, top_p, min_p = limits
@@ -233,8 +261,17 @@ def _restrict(scaled: ScaledLogits, limits: Limits) -> Tensor | None:
         equal = rows[surplus] == smallest[surplus]
         room = counts[surplus] - (rows[surplus] > smallest[surplus]).sum(dim=-1)
         allowed[surplus] &= ~equal | (equal.cumsum(dim=-1) <= room[:, None])
-    weights[limited] = rows.masked_fill_(~allowed, 0.0)
-    return weights
+    # Both sums are in float64 and in one order: a row that keeps everything has exactly log 1.
+    log_shares = off.float()
+    mass = _mass(rows)
+    weights[limited] = rows = rows.masked_fill_(~allowed, 0.0)
+    log_shares[limited] = (_mass(rows) / mass).log().float()
+    return _Restricted(weights, log_shares)
+
+
+def _mass(weights: Tensor) -> Tensor:
+    """Return each row's sum, `[rows]` float64, whose bits don't depend on other rows."""
+    return block_sums(weights, dtype=torch.float64).sum(dim=-1)
 
 
 def _find_smallest(

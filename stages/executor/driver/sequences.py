@@ -6,7 +6,7 @@ A step over many sequences is a constant number of numpy operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ from ....bus.parts.speculation import Prediction
 from ....bus.steps import NewSequence
 from ....config import Constraint, SamplingParams
 from ..runner.interface import NO_ADAPTER, IntArray
+
+if TYPE_CHECKING:
+    from .targets import ScoredPlaces
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -48,22 +51,6 @@ class Places(msgspec.Struct, frozen=True):
         return Places(self.rows[which], self.ahead[which])
 
 
-class ScoredPlaces(NamedTuple):
-    """Positions of prompts whose logits a step reads.
-
-    Attributes:
-        which: `[sequences]`, indices of their rows in the step.
-        rows: `[sequences]`, of the SequenceTable.
-        counts: `[sequences]`, positions of each.
-        positions: `[sum(counts)]`, in order for each sequence.
-    """
-
-    which: IntArray
-    rows: IntArray
-    counts: IntArray
-    positions: IntArray
-
-
 class SequenceTable:
     """The executor's sequences.
 
@@ -84,6 +71,7 @@ class SequenceTable:
         temperature, top_k, top_p, min_p, seed: Sampling parameters.
         repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of them.
         adjusted: Whether penalties, a bias or `min_tokens` change the logits.
+        limited: Whether top_k, top_p or min_p restricts the choice.
         plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
         num_logprobs: Top tokens to report beside each sampled one.
         scores: Whether logits at positions of the prompt are still to be read for logprobs.
@@ -128,6 +116,7 @@ class SequenceTable:
         self.frequency_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
         self.min_tokens: IntArray = np.zeros(rows, np.int64)
         self.adjusted: BoolArray = np.zeros(rows, np.bool_)
+        self.limited: BoolArray = np.zeros(rows, np.bool_)
         self.plain: BoolArray = np.zeros(rows, np.bool_)
         self.num_logprobs: IntArray = np.zeros(rows, np.int64)
         self.scores: BoolArray = np.zeros(rows, np.bool_)
@@ -221,7 +210,8 @@ class SequenceTable:
         self.constrained[row] = sampling.constraint is not None
         self.incomplete[row] = False
         self.num_logprobs[row] = sampling.logprobs
-        limited = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        limited = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+        self.limited[row] = limited
         changed = self.adjusted[row] or self.constrained[row]
         self.plain[row] = not (changed or limited or sampling.logprobs)
         # The first sample reports the prompt for all, before it samples.
@@ -231,7 +221,7 @@ class SequenceTable:
             self._set_scores(row, sampling)
 
     def _set_scores(self, row: int, sampling: SamplingParams) -> None:
-        from .prompts import Targets
+        from .targets import Targets
 
         start, targets = sampling.prompt_logprob_start, sampling.prompt_logprob_token_ids
         wanted = sampling.prompt_logprobs
@@ -311,31 +301,13 @@ class SequenceTable:
         return generated >= self.max_tokens[places.rows]
 
     def take_scored(self, rows: IntArray, num_tokens: IntArray) -> ScoredPlaces | None:
-        """Return the positions of prompts whose logits a step of so many tokens reads, for
-        logprobs of the tokens after them; None without any. Each position is returned once."""
-        scoring = self.scores[rows]
-        if not scoring.any():
+        """Return the positions of prompts whose logits a step of so many tokens reads; see
+        `targets.take_scored`."""
+        if not self.scores[rows].any():
             return None
-        which, positions = [], []
-        for index in np.flatnonzero(scoring).tolist():
-            row = rows[index]
-            last = int(self.num_known[row] - self.num_generated[row]) - 1
-            start = int(self.num_computed[row])
-            end = start + int(num_tokens[index])
-            self.scores[row] = end <= last
-            if self.prompt_logprobs[row] >= 0:
-                found = np.arange(max(start, int(self.score_start[row])), min(end, last))
-            else:
-                targets = self.targets[row]
-                found = targets.positions[targets.within(start, min(end, last))]
-            if len(found):
-                which.append(index)
-                positions.append(found)
-        if not which:
-            return None
-        counts = np.array([*map(len, positions)], np.int64)
-        where = np.array(which, np.int64)
-        return ScoredPlaces(where, rows[where], counts, np.concatenate(positions))
+        from .targets import take_scored
+
+        return take_scored(self, rows, num_tokens)
 
     def _enlarge(self) -> None:
         """Double the number of rows."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ....bus.control import Cancel
-from ....bus.messages import TopLogprobs
 from ....bus.parts.images import PromptMedia
 from ....bus.parts.scoring import PromptScores
 from ....bus.sections import Section
@@ -40,11 +38,11 @@ from ..runner.interface import (
     flatten_rows,
     order_rows,
 )
-from .choose import TokenChooser, packed_sampling
+from .choose import ChosenTokens, TokenChooser, packed_sampling
 from .constraints import Constraints, PendingMasks
 from .sampled import Pooled, SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
-from .sequences import BoolArray, Places, ScoredPlaces, SequenceTable
+from .sequences import BoolArray, Places, SequenceTable
 
 if TYPE_CHECKING:
     from ..runner.graphs import DecodeGraphs
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     from .speculation.drafts import Draft
     from .speculation.speculator import Speculator, StepDrafts
     from .states import SequenceStates
+    from .targets import ScoredPlaces
 
 
 class StepOutputs(NamedTuple):
@@ -420,14 +419,12 @@ class StepRunner:
     def _sample(self, logits: Tensor, places: Places, masks: PendingMasks | None) -> SampledRows:
         """Choose a token for each place, without drafted tokens."""
         rows = places.rows
-        tops: tuple[TopLogprobs, ...] = ()
         if self.runs_ahead and self._all_plain(rows):
             packed = self.upload(*packed_sampling(self.table, rows))
             temperatures, numbers = (part.view(torch.float64) for part in packed)
             tokens, logprobs = sample_plain(logits, temperatures, numbers)
-        else:
-            tokens, logprobs, tops = self.chooser.choose(logits, places, masks)
-        return self._count(places, tokens, logprobs, tops)
+            return self._count(places, ChosenTokens(tokens, logprobs))
+        return self._count(places, self.chooser.choose(logits, places, masks))
 
     def _verify(
         self, logits: Tensor, places: Places, masks: PendingMasks | None, drafts: StepDrafts
@@ -437,28 +434,24 @@ class StepRunner:
         Waits for the tokens: the next step needs the sequences' lengths.
         """
         assert self.speculator is not None
-        tokens, logprobs, tops = self.chooser.choose(logits, places, masks)
+        chosen = self.chooser.choose(logits, places, masks)
         unsure = None
         if masks is not None:
             found = masks.result()
             unsure = np.zeros(len(places), np.bool_)
             unsure[found.places] = found.unsure
-        counts = self.speculator.accept(places, tokens.cpu().numpy(), unsure)
+        counts = self.speculator.accept(places, chosen.tokens.cpu().numpy(), unsure)
         firsts = np.flatnonzero(places.ahead == 0)
         rows, accepted = places.rows[firsts], np.add.reduceat(counts.astype(np.int64), firsts) - 1
         verified = self.speculator.verdicts(drafts, rows, accepted)
         self.table.num_computed[rows] += accepted
         if self.states is not None:
             self.states.roll_back(rows, accepted)
-        kept = torch.from_numpy(np.flatnonzero(counts)).to(tokens.device)
-        if tops:
-            tops = tuple(compress(tops, counts))
-        return self._count(places[counts], tokens[kept], logprobs[kept], tops), verified
+        return self._count(places[counts], chosen.of(counts)), verified
 
-    def _count(
-        self, places: Places, tokens: Tensor, logprobs: Tensor, tops: tuple[TopLogprobs, ...]
-    ) -> SampledRows:
+    def _count(self, places: Places, chosen: ChosenTokens) -> SampledRows:
         """Append these tokens to the sequences."""
+        tokens = chosen.tokens
         if self.runs_ahead:
             # A row's last token is fed.
             last = np.append(places.ahead[1:] == 0, True)
@@ -466,7 +459,13 @@ class StepRunner:
             self.feed.put(self.upload(places.rows[last])[0], fed)
         versions = self.runner.adapters.versions(self.table.adapter[places.rows])
         return self.unread.add(
-            places, tokens, logprobs, tops, fed=self.runs_ahead, adapter_versions=versions
+            places,
+            tokens,
+            chosen.logprobs,
+            chosen.top_logprobs,
+            fed=self.runs_ahead,
+            adapter_versions=versions,
+            columns=chosen.columns,
         )
 
     def _all_plain(self, rows: IntArray) -> bool:

@@ -37,7 +37,7 @@ def trial_step(runner: ModelRunner) -> Callable[[int, int], object]:
             tokens, _ = sample_plain(logits, temperatures, numbers)
         else:
             kernels = runner.kernels
-            tokens, _ = sample_rows(logits, temperatures, numbers, NO_LIMITS, kernels=kernels)
+            tokens = sample_rows(logits, temperatures, numbers, NO_LIMITS, kernels=kernels).tokens
         return tokens.tolist()
 
     return step

@@ -140,6 +140,7 @@ def make_parts(
     from .embeddings import make_embeddings
     from .handover import Handovers
     from .memory import MemoryRelease
+    from .per_token import PerToken
     from .recipes import Recipes
     from .scoring import PromptScoring
     from .times import Times
@@ -181,6 +182,8 @@ def make_parts(
         yield Tiers(state, shares=shares_kv)
     yield Handovers(state)
     yield PromptScoring(state)
+    if model.generates:
+        yield PerToken(state)
     yield Times(state)
 
 

@@ -15,7 +15,7 @@ from ....bus.weights import FolderWeights
 from ....config import WeightsError
 from ..driver.step import LaunchedStep
 from ..runner.shards import NewWeight
-from ..runner.weights.checks import limits_of
+from ..runner.weights.checks import DELTA_HEAD, check_stored, limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
 
@@ -40,12 +40,14 @@ class Fetched(NamedTuple):
         origin: Where the tensors can be read again.
         covers: Whether they replace every parameter.
         converted: True, but for a part of an update.
+        base: The version of which they are a delta; None if they are none.
     """
 
     tensors: Mapping[str, NewWeight]
     origin: WeightsOrigin | None
     covers: bool
     converted: bool = True
+    base: int | None = None
 
 
 class WeightChanges(Part):
@@ -62,12 +64,15 @@ class WeightChanges(Part):
         super().__init__(state)
         model, config = state.model, state.config
         limits = limits_of(model.whole, config.max_weight_tensors, config.max_weight_bytes)
-        write = None
+        write = read = None
         if state.ranks and model.shards:
-            from ..runner.rank_weights import write_to_ranks
+            from ..runner.rank_weights import read_from_ranks, write_to_ranks
 
             write = partial(write_to_ranks, state.ranks, model.shards)
-        self.manager = WeightSyncManager(model.module, limits, shards=model.shards, write=write)
+            read = partial(read_from_ranks, state.ranks, model.shards)
+        self.manager = WeightSyncManager(
+            model.module, limits, shards=model.shards, write=write, read=read
+        )
 
     @cached_property
     def groups(self) -> WeightGroups:
@@ -105,15 +110,20 @@ class WeightChanges(Part):
         tensors: Mapping[str, NewWeight]
         if weights.converts:
             takers: list[PartsTaker] = []
+            delta: dict[str, NewWeight] = {}
 
             def begin(names: Sequence[str]) -> Callable[[str, Tensor], None]:
+                if DELTA_HEAD in names:
+                    return delta.__setitem__
                 takers.append(weights.taker(names, checkpoint=bool(folder)))
                 return takers[0].take
 
             fetch_each(*arguments, begin)
-            tensors = takers[0].parts()
+            tensors = delta or takers[0].parts()
         else:
             tensors = fetch(*arguments)
+        if DELTA_HEAD in tensors:
+            return self._delta(tensors)
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:
@@ -121,6 +131,16 @@ class WeightChanges(Part):
                 raise
             return Fetched(tensors, origin, covers=False, converted=False)
         return Fetched(prepared, origin, weights.covers(prepared))
+
+    def _delta(self, payload: Mapping[str, NewWeight]) -> Fetched:
+        """Return the weights of a delta. Raises WeightsError as `fetch`."""
+        from ..runner.weights.received_delta import ReceivedDelta
+
+        weights = self.manager
+        check_stored(payload)
+        received = ReceivedDelta(payload, weights)  # type: ignore[arg-type]
+        prepared = weights.prepare(received.new_weights())
+        return Fetched(prepared, None, False, base=received.delta.head.base_version)
 
     def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no

@@ -19,7 +19,7 @@ from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 
 if TYPE_CHECKING:
-    from .adapters.table import AdapterStep
+    from .adapters.layers import AdapterStep
     from .mixers.step import StateStep
     from .ranks.pipelining import PipelineRank
 

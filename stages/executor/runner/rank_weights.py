@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -14,23 +14,36 @@ from threading import Lock
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
 from ....bus.control import JoinWeightsGroup
 from ....bus.weights import GroupWeights
 from ....config import WeightsError, shown
-from .ranks.calls import CallReply, DropParts, JoinGroup, LeaveGroup, Numbered, ReceiveParts
+from .ranks.calls import (
+    CallReply,
+    DropParts,
+    JoinGroup,
+    LeaveGroup,
+    Numbered,
+    ReadParts,
+    ReceiveParts,
+)
 from .ranks.commands import NewWeights
 from .ranks.processes import Ranks
 from .ranks.rank_error import RankError
 from .shards import Held, NewShard, NewWeight, Receipt, Shard, ShardedWeights, product
-from .weights.checks import UNLIMITED, WeightLimits
+from .weights.checks import DELTA_HEAD, UNLIMITED, WeightLimits, digest_of
 from .weights.parts import PartsTaker
 from .weights.transports.background import Background, stay_single
 from .weights.transports.group import CPU, WeightGroups, was_left
+from .weights.transports.layout import as_bytes
 
 _PIECE_BYTES = 1 << 26
 """Bytes of a whole tensor that are sent at a time, if one of its rows is not larger."""
+
+_READ_S = 60.0
+"""Time limit for a rank to read its parts of a tensor."""
 
 _CONSEQUENCES = ("weights_interrupted", "weights_timeout")
 """Codes of errors that one rank gets because another one has failed."""
@@ -75,7 +88,7 @@ class LeaderGroups(WeightGroups):
             raise was_left()
         receipt = Receipt(next(self._numbers), shards.layout)
         names = [meta.name for meta in source.tensors]
-        taker = PartsTaker(shards, names, receipt, checks=True)
+        taker = _taker(shards, names, receipt, checks=True)
         weakref.finalize(receipt, self._ranks.calls.drop, receipt.number).atexit = False
         deadline = time.monotonic() + timeout_s
         number = self._start(ReceiveParts(receipt.number, source, timeout_s, *limits))
@@ -179,6 +192,9 @@ class RankReceiver:
             case ReceiveParts() as call:
                 receiving = self._receiving.submit(self._receive, call)
                 receiving.add_done_callback(partial(self._done, number))
+            case ReadParts(name):
+                reading = self._receiving.submit(self._read, number, name)
+                reading.add_done_callback(partial(self._read_done, number))
             case DropParts(receipts):
                 # After what is being received.
                 for receipt in receipts:
@@ -187,7 +203,7 @@ class RankReceiver:
     def _receive(self, call: ReceiveParts) -> int:
         receipt = Receipt(call.receipt, self._shards.layout)
         names = [meta.name for meta in call.source.tensors]
-        taker = PartsTaker(self._shards, names, receipt, checks=False)
+        taker = _taker(self._shards, names, receipt, checks=False)
         limits = WeightLimits(call.most_tensors, call.most_bytes)
         self._groups.receive_each(call.source, call.timeout_s, limits, taker.take)
         if taker.error is None:
@@ -199,11 +215,29 @@ class RankReceiver:
         # Rank 0 finds the same errors.
         return taker.checksum
 
+    def _read(self, number: int, name: str) -> CallReply:
+        boxes = self._shards.shards[name].boxes()
+        parts = (
+            (tuple((each.start, each.stop) for each in box.place), as_bytes(box.read()).numpy())
+            for box in boxes
+        )
+        return CallReply(number, parts=tuple((place, data.tobytes()) for place, data in parts))
+
+    def _read_done(self, number: int, future: Future[CallReply]) -> None:
+        if future.exception() is None:
+            self._reply(future.result())
+        else:
+            self._failed(number, future.exception())
+
     def _done(self, number: int, future: Future[int] | Future[None]) -> None:
         error = future.exception()
         if error is None:
             self._reply(CallReply(number, checksum=future.result() or 0))
-        elif isinstance(error, WeightsError):
+        else:
+            self._failed(number, error)
+
+    def _failed(self, number: int, error: BaseException | None) -> None:
+        if isinstance(error, WeightsError):
             self._reply(CallReply(number, error.message, error.code))
         else:
             message = f"rank {self._rank}: {type(error).__name__}: {shown(str(error))}"
@@ -212,6 +246,38 @@ class RankReceiver:
     def _reply(self, reply: CallReply) -> None:
         with self._lock, suppress(OSError):  # rank 0 has closed it, and this rank ends
             self._connection.send_bytes(msgspec.msgpack.encode(reply))
+
+
+class _DeltaTaker:
+    """Keeps the tensors of a delta, which rank 0 compares with the weights in place.
+
+    The attributes and methods are those of `PartsTaker`.
+    """
+
+    error = None
+
+    def __init__(self) -> None:
+        self._checksum = xxhash.xxh3_64()
+        self._tensors: dict[str, NewWeight] = {}
+
+    @property
+    def checksum(self) -> int:
+        return self._checksum.intdigest()
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        self._checksum.update(f"{name} {digest_of(tensor)} ".encode())
+        self._tensors[name] = tensor
+
+    def parts(self) -> dict[str, NewWeight]:
+        return self._tensors
+
+
+def _taker(
+    shards: ShardedWeights, names: Sequence[str], receipt: Receipt, *, checks: bool
+) -> PartsTaker | _DeltaTaker:
+    if DELTA_HEAD in names:
+        return _DeltaTaker()
+    return PartsTaker(shards, names, receipt, checks=checks)
 
 
 def write_to_ranks(
@@ -228,6 +294,27 @@ def write_to_ranks(
     ranks.tell(NewWeights(held))
     write_everywhere(shards, ranks.group.broadcast, whole)
     shards.write_parts({name: each.parts for name, each in received.items()})
+
+
+def read_from_ranks(ranks: Ranks, shards: ShardedWeights, name: str) -> Tensor:
+    """Return a whole tensor in place, put together of the parts of all ranks.
+
+    Raises:
+        WeightsError: A rank has failed.
+    """
+    try:
+        number = ranks.calls.start(ReadParts(name))
+        whole = shards.read_one(name)
+        replies = ranks.calls.replies(number, time.monotonic() + _READ_S)
+    except RankError as error:
+        raise _of_rank(error) from error
+    _raise_first(replies)
+    for reply in replies:
+        for place, data in reply.parts:
+            bounds = tuple(slice(*each) for each in place)
+            part = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(whole.dtype)
+            whole[bounds] = part.view(whole[bounds].shape)
+    return whole
 
 
 def write_everywhere(

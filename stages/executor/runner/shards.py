@@ -43,9 +43,12 @@ class Box(msgspec.Struct, frozen=True):
         return (whole[self.place] if self.place else whole).clone()
 
     def put(self, part: Held) -> None:
-        """Copy a part that is held."""
-        assert isinstance(part, Tensor)
-        self.target.copy_(part)
+        """Copy a part that is held: a tensor, or some elements of it at `places`."""
+        if isinstance(part, Tensor):
+            self.target.copy_(part)
+        else:
+            places, values = (part[name].to(self.target.device) for name in ("places", "values"))
+            self.target.put_(places, values)
 
     def read(self) -> Tensor:
         """Return the part's numbers, in the form of the whole tensor."""
@@ -252,12 +255,15 @@ class ShardedWeights:
 
     def read(self) -> dict[str, Tensor]:
         """Return copies of the whole tensors, of which this rank must have every part."""
-        found = {}
-        for name, shard in self.shards.items():
-            found[name] = whole = torch.empty(shard.shape, dtype=shard.dtype)
-            for box in shard.boxes():
-                whole[box.place] = box.read()
-        return found
+        return {name: self.read_one(name) for name in self.shards}
+
+    def read_one(self, name: str) -> Tensor:
+        """Return a copy of a whole tensor, as `read`."""
+        shard = self.shards[name]
+        whole = torch.empty(shard.shape, dtype=shard.dtype)
+        for box in shard.boxes():
+            whole[box.place] = box.read()
+        return whole
 
 
 def product(numbers: Sequence[int]) -> int:

@@ -96,11 +96,13 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
     from .accounts import TimeAccounts
     from .adapters import AdapterVersions
     from .embeddings import Embeddings
+    from .per_token import PerToken
     from .prompt_logprobs import PromptLogprobs
     from .sessions import Sessions
 
     engine = config.engine
-    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), Embeddings(), Sessions()]
+    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), PerToken(), Embeddings()]
+    parts.append(Sessions())
     if config.pipeline.replicas > 1:
         from .handover import StepsAhead
 

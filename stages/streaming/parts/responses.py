@@ -28,6 +28,7 @@ class Responses(Part):
         for index, stored in enumerate(response.samples):
             sample = request.add(index)
             sample.set_adapter(response.adapter_version)
+            sample.columns = {name: [*values] for name, values in stored.columns}
             for first in range(0, len(stored.token_ids), SERVED_TOKENS):
                 text = _repeat(sample, stored, first, response.weight_version)
                 if info.stream:
@@ -83,4 +84,5 @@ def _stored_sample(sample: Sample) -> StoredSample | None:
         return None
     tops = tuple(tuple((top.token_id, top.logprob) for top in at) for at in sample.top_logprobs)
     tokens = tuple(sample.token_ids), tuple(sample.logprobs)
-    return StoredSample(*tokens, tops, "" if sample.ended_by_text else reason)
+    columns = tuple(sample.columns_of(0).items())
+    return StoredSample(*tokens, tops, "" if sample.ended_by_text else reason, columns)

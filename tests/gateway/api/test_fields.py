@@ -16,7 +16,7 @@ from nano_inference.config import field_name
 from nano_inference.config.sampling import PARAMETERS
 from nano_inference.gateway.api.anthropic.bodies import CountBody, MessagesBody
 from nano_inference.gateway.api.ollama.bodies import BODIES as OLLAMA_BODIES
-from nano_inference.gateway.api.openai.bodies import BODIES
+from nano_inference.gateway.api.openai.call_bodies import BODIES
 from nano_inference.gateway.api.sglang.requests import SGLangSampling
 from nano_inference.gateway.server.http import FieldError
 from nano_inference.gateway.serving.fields import check_fields, collect_ignored, read_part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -55,6 +56,12 @@ def capacity() -> Capacity:
     return Capacity(chat_templates.AT_ONCE, 100, Measures())
 
 
+@functools.cache
+def workers(limit_s: float) -> TemplateWorkers:
+    """Shared by the tests: their processes take a second to start."""
+    return TemplateWorkers(chat_templates.AT_ONCE, limit_s)
+
+
 class Model:
     """A folder with the bundled model's tokenizer and a template of its own."""
 
@@ -68,8 +75,7 @@ class Model:
         if template is not None:
             path.write_text(template)
         self.tokenizer = LazyTokenizer(self.folder)
-        workers = TemplateWorkers(chat_templates.AT_ONCE, timeout_s)
-        return ChatTemplates(self.tokenizer, _length, workers, capacity())
+        return ChatTemplates(self.tokenizer, _length, workers(timeout_s), capacity())
 
     async def text(self, template: str, conversation: Conversation) -> str:
         found = (await self.with_template(template).render(conversation, TENANT)).token_ids
@@ -123,7 +129,7 @@ async def test_an_endless_template_is_stopped(model: Model, template: str) -> No
 
 
 async def test_calls_are_served_while_a_template_runs(model: Model) -> None:
-    templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.3)
+    templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.1)
     running = asyncio.create_task(refused(templates))
     other = Model(model.folder.parent / f"{model.folder.name}-other")
     assert await other.text("{{ messages[0].content }}", Conversation(turns=HELLO)) == "hello"
@@ -208,9 +214,8 @@ async def test_the_opening_of_the_answer_is_returned(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    workers = TemplateWorkers(chat_templates.AT_ONCE, LIMIT_S)
     lazy = LazyTokenizer(model.folder, "qwen")
-    templates = ChatTemplates(lazy, _length, workers, capacity())
+    templates = ChatTemplates(lazy, _length, workers(LIMIT_S), capacity())
     rendered = await templates.render(
         Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
     )

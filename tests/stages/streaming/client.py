@@ -184,6 +184,8 @@ def assert_chunks_match(client: Client, completion: Completion) -> None:
         assert "".join(chunk.text for chunk in chunks) == sample.text
         assert tuple(i for chunk in chunks for i in chunk.token_ids) == sample.token_ids
         assert tuple(p for chunk in chunks for p in chunk.logprobs) == sample.logprobs
+        values = [each for chunk in chunks for each in chunk.support_logprobs or ()]
+        assert tuple(values) == (sample.support_logprobs or ())
         offset = 0
         for chunk in chunks:
             assert chunk.token_offset == offset

@@ -390,7 +390,8 @@ def test_a_successor_with_part_of_a_request_restores_it_from_its_stream(
     request = request_of(n=2, stream=streamed)
     item = RecoveryItem("r", request.entry_id, "r")
     before, after = Client(tokenizer), Client(tokenizer)
-    before.step([(5, 40, "")], new=[started(5, request, 0)])
+    columns = {"support_logprobs": (-0.5,)}
+    before.step([(5, 40, "")], new=[started(5, request, 0)], columns=columns)
     chunks = before.chunks(sample_index=None)
     assert before.core.agrees(item, chunks)
     after.step([(5, 40, ""), (6, 40, "")], new=[started(6, request, 1)])
@@ -402,6 +403,10 @@ def test_a_successor_with_part_of_a_request_restores_it_from_its_stream(
     assert [each.sample_index for each in after.core.recovered(item).samples] == (
         [0, 1] if streamed else []
     )
+    if streamed:
+        after.end(cancel_of())
+        first, second = after.completion().samples
+        assert (first.support_logprobs, second.support_logprobs) == ((-0.5,), None)
 
 
 def test_rows_of_unequal_length_are_refused(client: Client) -> None:

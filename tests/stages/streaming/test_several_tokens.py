@@ -37,10 +37,15 @@ def absorb(client: Client, rows: Sequence[tuple[int, int, str]], **fields: Any) 
 
 
 def play(client: Client, steps: list[list[Row]], *, tops: bool) -> Completion:
-    """Has the steps absorbed, and then the request ended if it goes on."""
+    """Has the steps absorbed, and then the request ended if it goes on.
+
+    The second sample's tokens have log S.
+    """
     for rows in steps:
         pairs = [((row.token_id, -1.0), (row.token_id + 1, -2.0)) for row in rows if tops]
-        absorb(client, rows, top_logprobs=tuple(pairs))
+        supports = tuple(-1 / (1 + row.token_id) if row.seq_id == 2 else None for row in rows)
+        columns = {"support_logprobs": supports}
+        absorb(client, rows, top_logprobs=tuple(pairs), columns=columns)
     client.end(cancel_of())
     return client.completion()
 
@@ -103,6 +108,9 @@ def test_any_grouping_of_tokens_into_steps_gives_the_same(
             assert not any(chunks)
         streamed += chunks
     assert without_times(completions[0]) == without_times(completions[1])
+    first, second = completions[0].samples
+    assert first.support_logprobs is None
+    assert second.support_logprobs == tuple(-1 / (1 + each) for each in second.token_ids)
     for chunks in streamed[2:]:
         assert len([chunk for chunk in chunks if chunk.token_ids]) <= len(together)
 

@@ -33,7 +33,8 @@ def computed(client: Client, text: str, last: str, **fields: Any) -> StoredRespo
         reason = last if place == len(ids) - 1 else ""
         rows = [(seq_id, token_id, reason) for seq_id in range(request.n)]
         top = ((token_id, -1.0), (token_id + 1, -2.0))
-        tops = {"top_logprobs": (top,) * request.n} if request.logprobs else {}
+        tops: dict[str, Any] = {"top_logprobs": (top,) * request.n} if request.logprobs else {}
+        tops["columns"] = {"support_logprobs": (-1 / (1 + place),) * request.n}
         ended = client.step(rows, **tops).ended
         if ended:
             return ended[0].response

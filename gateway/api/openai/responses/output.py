@@ -21,8 +21,8 @@ from ....serving.message_parts import MessageParts, NewParts, TokenRecord
 from ....serving.samples import session_usage
 from ....serving.times import time_usage
 from ....serving.tokenizer import Tokenizer
-from ..bodies import ReasoningOptions
 from ..errors import as_openai
+from ..response_bodies import ReasoningOptions
 from .items import REASONING
 from .requests import ENCRYPTED, ID_PREFIX, NeverBegun, ResponseCall, ResponseRecord
 from .sealed import seal

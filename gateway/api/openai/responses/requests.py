@@ -20,7 +20,7 @@ from ....serving.durable_calls import CallHead, DurableRecord
 from ....serving.fields import Body, engine_priority, ignore, read_part
 from ....serving.model_names import adapter_of
 from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
-from ..bodies import ResponseBody
+from ..response_bodies import ResponseBody
 from .items import Item, items_of, turns_of
 
 ID_PREFIX = "resp_"

@@ -19,8 +19,9 @@ from .....text.messages.lark import is_regex
 from ....server.http import field_error
 from ....serving.fields import convert_part, ignore, read_part
 from ....serving.tools import tool_use_of, with_allowed, with_named
-from ..bodies import CACHE_MARKS, ResponseBody
+from ..bodies import CACHE_MARKS
 from ..messages import FlatTool
+from ..response_bodies import ResponseBody
 
 INPUT = "input"
 """The argument of a custom tool."""

@@ -431,5 +431,5 @@ class DraftModel(DraftSource):
         if missing:  # less than none are cut off
             logits = F.pad(logits, (0, missing), value=float("-inf"))
         places = Places(rows, np.full_like(rows, place))
-        tokens, logprobs, _ = self._chooser.choose(logits, places)
+        tokens, logprobs, *_ = self._chooser.choose(logits, places)
         return tokens.cpu().numpy(), logprobs.exp().tolist()

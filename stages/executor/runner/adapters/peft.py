@@ -212,14 +212,14 @@ def _checked(fields: Mapping[str, Any]) -> _Config:
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith(_OTHER_BASE):
         raise _unsupported(
-            f"init_lora_weights {shown(initial)} has also changed the base weights; save it "
-            "with path_initial_model_for_weight_conversion"
+            f"init_lora_weights {shown(initial)}, which has also changed the base weights, is not",
+            "save it with path_initial_model_for_weight_conversion",
         )
     if config.bias != "none":
         raise _unsupported(f"bias {shown(config.bias)} is not, only 'none'")
     for name in _UNSUPPORTED:
         if fields.get(name):
-            raise _unsupported(f"{name} is not; train it without")
+            raise _unsupported(f"{name} is not", "train it without")
     if not math.isfinite(config.lora_alpha):
         raise AdapterError(f"lora_alpha is {config.lora_alpha}; it must be a number")
     return config
@@ -235,8 +235,8 @@ def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> A
         plain = key.replace("\\.", ".")
         if not _PLAIN_PATTERN.fullmatch(plain):
             raise _unsupported(
-                f"the pattern {shown(key)} in rank_pattern or alpha_pattern is not; write the "
-                "names of the modules, or how they end"
+                f"the pattern {shown(key)} in rank_pattern or alpha_pattern is not",
+                "write the names of the modules, or how they end",
             )
         wanted = plain.removesuffix("$")
         if name == wanted.removeprefix("^") or name.endswith("." + wanted):
@@ -336,9 +336,11 @@ def _linears(model: LoadedModel) -> dict[str, LinearMethod]:
 # --- refusals ---------------------------------------------------------------------------------
 
 
-def _unsupported(what: str) -> AdapterError:
+def _unsupported(what: str, remedy: str = "") -> AdapterError:
+    """Return the refusal of `what`, which ends with "is" or "is not"."""
+    end = f"; {remedy}" if remedy else ""
     return AdapterError(
-        f"the adapter can't be served: {what} supported", code="adapter_unsupported"
+        f"the adapter can't be served: {what} supported{end}", code="adapter_unsupported"
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .....config import ModelError
-from ..adapters.table import AdaptedLinear
+from ..adapters.layers import AdaptedLinear
 from ..linear.choose import method_of
 from ..linear.dense import DenseLinear
 from .backend import PREFIX

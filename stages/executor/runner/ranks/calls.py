@@ -58,11 +58,17 @@ class DropParts(Call, frozen=True):
     receipts: tuple[int, ...]
 
 
+class ReadParts(Call, frozen=True):
+    """Reply with this rank's parts of a tensor in place."""
+
+    name: str
+
+
 class Numbered(msgspec.Struct, frozen=True, array_like=True):
     """A call and the number of its reply."""
 
     number: int
-    call: JoinGroup | LeaveGroup | ReceiveParts | DropParts
+    call: JoinGroup | LeaveGroup | ReceiveParts | DropParts | ReadParts
 
 
 class CallReply(msgspec.Struct, frozen=True, array_like=True):
@@ -73,12 +79,14 @@ class CallReply(msgspec.Struct, frozen=True, array_like=True):
         error: Why it has failed; "" if it has not.
         code: Code of the error.
         checksum: Checksum of the received tensors.
+        parts: Parts of a tensor: the bounds in each dimension of the whole one, and the bytes.
     """
 
     number: int
     error: str = ""
     code: str = ""
     checksum: int = 0
+    parts: tuple[tuple[tuple[tuple[int, int], ...], bytes], ...] = ()
 
 
 class Calls:
@@ -117,7 +125,7 @@ class Calls:
         self._check()
         with self._lock:
             self._number += 1
-            if isinstance(call, JoinGroup | ReceiveParts):
+            if isinstance(call, JoinGroup | ReceiveParts | ReadParts):
                 self._replies[self._number] = {}
             self._send(self._number, call)
             return self._number

@@ -20,6 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from .....config.engine import MOST_RANKS
 from ..kernels.compile import RANKS, KernelsUnavailable, load_library
 from .group import RankGroup
 from .rank_error import RankError
@@ -28,7 +29,6 @@ from .tags import Kind, described, out_of_step, tag_of
 SLOT_BYTES = 1 << 20
 """Default size of a slot. A larger tensor takes several rounds."""
 
-_MOST_RANKS = 64
 _SLOT_ALIGNMENT = 64
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -239,20 +239,19 @@ class SharedMemoryGroup(RankGroup):
         with self._running:
             if self._why:
                 raise RankError(self._why)
-            status = self._library.start(
-                self._pointer,
-                tag,
-                _SUMS.get(tensor.dtype, 0),
-                peer,
-                target is None,
-                source.data_ptr() if source is not None else None,
-                target.data_ptr() if target is not None else None,
-                int(min(self.timeout_s, _CHECK_S) * 1e9),
-            )
-            if status == _Status.DONE:
-                return
             try:
-                self._wait(status)
+                status = self._library.start(
+                    self._pointer,
+                    tag,
+                    _SUMS.get(tensor.dtype, 0),
+                    peer,
+                    target is None,
+                    source.data_ptr() if source is not None else None,
+                    target.data_ptr() if target is not None else None,
+                    int(min(self.timeout_s, _CHECK_S) * 1e9),
+                )
+                if status != _Status.DONE:
+                    self._wait(status)
             except BaseException as error:
                 if not self._why:
                     own = isinstance(error, RankError)
@@ -306,8 +305,8 @@ def make_memory(size: int, slot_bytes: int) -> int:
 
     Arguments and errors as of `SharedMemoryGroup.create`.
     """
-    if not 1 <= size <= _MOST_RANKS:
-        raise RankError(f"a group has 1 to {_MOST_RANKS} ranks; got {size}")
+    if not 1 <= size <= MOST_RANKS:
+        raise RankError(f"a group has 1 to {MOST_RANKS} ranks; got {size}")
     if slot_bytes <= 0 or slot_bytes % _SLOT_ALIGNMENT:
         raise RankError(f"slot_bytes must be a multiple of {_SLOT_ALIGNMENT}; got {slot_bytes}")
     library = _library()

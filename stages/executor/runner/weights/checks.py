@@ -15,6 +15,9 @@ from ..shards import NewShard, Shard
 LARGEST_VERSION = 1 << 62
 """The largest version that a message may name; counting from there still fits 64 bits."""
 
+DELTA_HEAD = "__delta__"
+"""The name of the tensor that describes a delta, which makes a set of tensors one."""
+
 _TIMES_THE_MODEL = 10
 """A checkpoint has more tensors than a model that fuses them: separate queries, keys and values,
 separate gates and projections, scales, parts that Transformers ignores."""

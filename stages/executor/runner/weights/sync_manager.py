@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
-from ..shards import NewShard, NewWeight, Receipt, ShardedWeights
+from ..shards import Box, NewShard, NewWeight, Receipt, ShardedWeights
 from .checks import (
     WeightLimits,
     busy,
@@ -50,6 +50,7 @@ class WeightSyncManager:
         *,
         shards: ShardedWeights | None = None,
         write: Callable[[Mapping[str, NewWeight]], None] | None = None,
+        read: Callable[[str], Tensor] | None = None,
     ) -> None:
         """Manage the weights of a module.
 
@@ -59,6 +60,7 @@ class WeightSyncManager:
             shards: If the module is one rank's shard, or holds tensors in another form: new weights
                 are those of the whole model.
             write: Copies new weights to all ranks; None for this one only.
+            read: Returns a whole tensor of all ranks, likewise.
         """
         self._shards = ShardedWeights.of(module) if shards is None else shards
         # Names and shapes; without `shards` the numbers too.
@@ -71,6 +73,7 @@ class WeightSyncManager:
         self._closed = False
         self._module = module
         self._write_everywhere = write
+        self._read_everywhere = read
         self._pending: tuple[Mapping[str, NewWeight], int] | None = None
 
     @property
@@ -170,6 +173,7 @@ class WeightSyncManager:
         version: int | None = None,
         *,
         partial: bool = False,
+        base: int | None = None,
     ) -> int:
         """Stage new weights, to be put in place between two steps. They must not change until then.
 
@@ -178,6 +182,7 @@ class WeightSyncManager:
                 and in any dtype. One of several names of a tied parameter is enough.
             version: Their version, above the present one; None for the next.
             partial: Keep parameters that are not among them.
+            base: The version of which they are a delta; None if they are none.
 
         Returns:
             Their version.
@@ -187,6 +192,7 @@ class WeightSyncManager:
                 memory is released.
         """
         version = self.check_version(version)
+        self.check_base(base)
         check_stored(new_weights)
         if whole := _whole_ones(new_weights):
             from .conversion import as_parameters
@@ -215,6 +221,60 @@ class WeightSyncManager:
                 f"{self.version}; give a larger one, or none"
             )
         return version
+
+    def check_base(self, base: int | None) -> None:
+        """Check that the weights in place are those of a delta's base version, if it is one.
+
+        Raises:
+            WeightsError: `weights_base`: they are not.
+        """
+        from .delta import other_base
+
+        if base is None:
+            return
+        if self.empty:
+            raise other_base("none are in place")
+        if base != self.version:
+            raise other_base(f"it begins with version {base}, and {self.version} is in place")
+
+    def base_of(self, name: str) -> Tensor:
+        """Return the numbers of a tensor in place, on any thread, while no update is staged.
+
+        Raises:
+            WeightsError: The model has no such tensor, or has not its numbers in this process.
+        """
+        if (shard := self._shards.shards.get(name)) is None:
+            raise WeightsError(
+                f"the delta changes {shown(name)}, which is no tensor of the model; make it from "
+                "the engine's names (InferenceEngine.state_dict), which differ from a checkpoint's "
+                "where loading renames or fuses tensors, or send those tensors as a whole"
+            )
+        if self._read_everywhere is not None:
+            return self._read_everywhere(name)
+        boxes = shard.boxes()
+        for box in boxes:
+            if not box.converts and tuple(box.target.shape) == shard.shape:
+                return box.target
+        if any(box.converts for box in boxes):
+            raise WeightsError(
+                f"a delta can't change {shown(name)}: it is held as codes, and the numbers that "
+                "the codes were made of are gone; send the whole tensor, or set "
+                "engine.reference_model_path to unquantized, which keeps them",
+                code="weights_quantized",
+            )
+        return self._shards.read_one(name)
+
+    def whole_boxes(self, name: str) -> Sequence[Box]:
+        """Return the places of a tensor that is here as a whole and in its own form; else none."""
+        shard = self._shards.shards[name]
+        boxes = shard.boxes()
+        is_whole = all(not box.converts and tuple(box.target.shape) == shard.shape for box in boxes)
+        return boxes if is_whole and self._write_everywhere is None else ()
+
+    @property
+    def layout(self) -> int:
+        """`ShardedWeights.layout`."""
+        return self._shards.layout
 
     def check_complete(self, new_weights: Mapping[str, NewWeight]) -> None:
         """Check that an update of empty weights is complete. Raises as `start_sync`."""
@@ -279,13 +339,14 @@ class WeightSyncManager:
         version: int | None = None,
         *,
         partial: bool = False,
+        base: int | None = None,
     ) -> int:
         """Put new weights in place at once.
 
         Raises:
             WeightsError: As `start_sync` and `maybe_finish_sync`.
         """
-        version = self.start_sync(new_weights, version, partial=partial)
+        version = self.start_sync(new_weights, version, partial=partial, base=base)
         self.maybe_finish_sync()
         return version
 

@@ -13,8 +13,8 @@ from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionSample, ErrorInfo, GenerateRequest, TokenLogprob
 from nano_inference.gateway.api.sglang.answers import PromptWriter
 from nano_inference.gateway.api.sglang.requests import read_call
-from nano_inference.gateway.api.sglang.sync import VersionLabels
 from nano_inference.gateway.serving.tokenizer import Tokenizer
+from nano_inference.gateway.serving.weight_sync import VersionLabels
 
 from ...fake import chunk, completion, sample
 from ...sampled import WORDS, ends, joined, make, sizes, stops, tokens

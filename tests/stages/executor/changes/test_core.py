@@ -399,7 +399,7 @@ def test_all_parts_are_taken_together_once() -> None:
     kept = WeightParts()
     kept.add("u", parts(a=1, b=2))
     kept.add("u", parts(b=3, c=4))
-    found, origin = kept.take(StagedWeights("u", 2))
+    found, origin, _ = kept.take(StagedWeights("u", 2))
     assert origin is None
     assert {name: tensor.item() for name, tensor in found.items()} == {"a": 1, "b": 3, "c": 4}
     with pytest.raises(WeightsError, match="0 of the update's 2"):

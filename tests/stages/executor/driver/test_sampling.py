@@ -8,14 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.config import ModelError, RequestError
 from nano_inference.stages.executor import sample_with_logprobs, uniform
 from nano_inference.stages.executor.driver.logprobs import scale_logits
-from nano_inference.stages.executor.driver.sampling import Limits, _restrict, uniforms
+from nano_inference.stages.executor.driver.sampling import (
+    Limits,
+    _restrict,
+    sample_rows,
+    uniforms,
+)
 
 from ..refusals import refused
 
@@ -201,11 +206,13 @@ def test_limits_beyond_the_candidates_that_are_looked_at_first(k: int, p: float,
     logits = torch.randn(1, 4096, generator=torch.Generator().manual_seed(3)) / 4
     share = torch.tensor([p], dtype=torch.float64)
     limits = Limits(torch.tensor([k]), share, torch.tensor([m]))
-    weights = _restrict(scale_logits(logits, torch.ones(1)), limits)
-    assert weights is not None
-    kept = weights[0].nonzero()[:, 0]
+    restricted = _restrict(scale_logits(logits, torch.ones(1)), limits)
+    assert restricted is not None
+    kept = restricted.weights[0].nonzero()[:, 0]
     allowed = brute_force(logits[0].tolist(), k, p, m)
     assert len(set(kept.tolist()) ^ allowed) <= 1, "up to rounding at the very edge"
+    mass = logits[0].double().softmax(-1)[kept].sum()
+    assert float(restricted.log_shares) == pytest.approx(float(mass.log()), abs=1e-7)
 
 
 # --- independence -----------------------------------------------------------------------------
@@ -221,12 +228,63 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         "top_p": torch.tensor([1.0, 0.5, 1.0, 0.99, 0.9, 1.0] * 2, dtype=torch.float64),
         "min_p": torch.tensor([0.0, 0.0, 0.0, 0.1] * 3),
     }
-    tokens, logprobs = sample_with_logprobs(logits, **columns)
+    whole = choose(logits, **columns)
+    assert len(whole) == 3
     for rows in ([0], [1], [2], [5, 3], [11, 7, 0], list(range(11, -1, -1))):
-        part = {name: column[rows] for name, column in columns.items()}
-        some_tokens, some_logprobs = sample_with_logprobs(logits[rows], **part)
-        assert torch.equal(some_tokens, tokens[rows])
-        assert torch.equal(some_logprobs, logprobs[rows])
+        some = choose(logits[rows], **{name: column[rows] for name, column in columns.items()})
+        for found, wanted in zip(some, whole, strict=True):
+            assert torch.equal(found, wanted[rows])
+
+
+def choose(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, **limits: Tensor
+) -> tuple[Tensor, ...]:
+    """Tokens, logprobs and log S, as the engine makes them."""
+    choice = sample_rows(logits, temperatures, uniforms, Limits(**limits), kernels=False)
+    assert choice.support_logprobs is not None
+    return choice.tokens, choice.logprobs, choice.support_logprobs
+
+
+# --- log S ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(
+    logits=st.lists(st.floats(-8, 8, width=16), min_size=1, max_size=700),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    k=st.sampled_from([0, 1, 3, 40]),
+    p=st.sampled_from([0.2, 0.9, 0.999, 1.0]),
+    m=st.sampled_from([0.0, 0.05, 0.9]),
+)
+def test_log_s_is_the_mass_that_the_limits_leave(
+    logits: list[float], temperature: float, k: int, p: float, m: float
+) -> None:
+    """It is that of the kept tokens in float64, and 0 to the bit where all are kept."""
+    row, scaled = torch.tensor([logits]), torch.tensor([logits]) / (temperature or 1)
+    limits = {
+        "top_k": torch.tensor([k]),
+        "top_p": torch.tensor([p], dtype=torch.float64),
+        "min_p": torch.tensor([m]),
+    }
+    number = torch.tensor([0.5], dtype=torch.float64)
+    token, logprob, support = choose(row, torch.tensor([temperature]), number, **limits)
+    if not temperature:
+        # The one token that greedy sampling can choose.
+        assert float(support) == float(logprob)
+        return
+    kept = range(len(logits))
+    if k or p < 1 or m:
+        found = _restrict(scale_logits(row, torch.tensor([temperature])), Limits(**limits))
+        if found is not None:
+            kept = found.weights[0].nonzero()[:, 0].tolist()
+    exact = scaled[0].double().softmax(-1)
+    assert int(token) in kept
+    if len(kept) == len(logits):
+        assert float(support) == 0.0
+    else:
+        assert float(support) == pytest.approx(float(exact[kept].sum().log()), rel=1e-5, abs=1e-7)
+    restricted = exact[int(token)] / exact[kept].sum()
+    assert float(logprob - support) == pytest.approx(float(restricted.log()), abs=2e-6)
 
 
 def test_uniform_is_a_function_of_seed_and_position() -> None:

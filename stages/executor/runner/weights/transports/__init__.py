@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from ......bus.weights import (
+    DeltaWeights,
     FolderWeights,
     GroupWeights,
     LocalWeights,
@@ -55,10 +57,18 @@ def fetch(
             return read_shared_memory(source, limits)
         case GroupWeights():
             return groups.receive(source, timeout_s, limits)
+        case DeltaWeights(tensors):
+            limits.check_tensors(len(tensors))
+            return {
+                name: torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                for name, data in tensors
+                if data
+            }
         case _:
             raise WeightsError(
-                "new weights are a state dict, FolderWeights(path), SharedWeights(...).source or "
-                f"WeightsGroup(...).broadcast(...).source, not {type(source).__name__}"
+                "new weights are a state dict, a WeightDelta, FolderWeights(path), "
+                "SharedWeights(...).source or WeightsGroup(...).broadcast(...).source, not "
+                f"{type(source).__name__}"
             )
 
 

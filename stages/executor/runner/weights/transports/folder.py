@@ -24,7 +24,7 @@ from ...checkpoint import INDEX, UNREADABLE, WEIGHTS, Index
 from ..checks import UNLIMITED, WeightLimits
 from .layout import Begin, as_tensor, dtype_of, read_file, sizes_of, unhurried
 
-_DTYPES = {
+DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -262,7 +262,7 @@ def _entries(
     except UNREADABLE as error:
         raise _not_whole(path, shown(str(error))) from None
     metas = [
-        TensorMeta(name, _DTYPES.get(entry.dtype, entry.dtype), entry.shape)
+        TensorMeta(name, DTYPES.get(entry.dtype, entry.dtype), entry.shape)
         for name, entry in unhurried(entries.items())
     ]
     places = [entry.data_offsets for entry in entries.values()]

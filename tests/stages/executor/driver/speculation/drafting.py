@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 
+from nano_inference.bus.parts.columns import SUPPORT_LOGPROBS
 from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
@@ -22,11 +23,11 @@ from nano_inference.stages.executor.driver.speculation.drafts import (
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
 from nano_inference.stages.executor.parts.speculation import Speculation
 
-from .....sections import drafts_of, prompt_logprobs_of
+from .....sections import columns_of, drafts_of, prompt_logprobs_of
 from ...lane import StepLane
 
-Row = tuple[int, float, str, object]
-"""A token, its logprob, why the sample ends with it, and the likeliest ones."""
+Row = tuple[int, float, str, object, float | None]
+"""A token, its logprob, why the sample ends with it, the likeliest ones, and log S."""
 
 CONFIG = EngineConfig(
     block_size=4,
@@ -151,18 +152,21 @@ class DraftingLane(StepLane):
         return self.found
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
-        tops = result.top_logprobs or ((),) * len(result.seq_ids)
-        for seq_id, token, logprob, reason, top in zip(
+        number = len(result.seq_ids)
+        tops = result.top_logprobs or ((),) * number
+        supports = columns_of(result).get(SUPPORT_LOGPROBS, (None,) * number)
+        for seq_id, token, logprob, reason, top, support in zip(
             result.seq_ids,
             result.token_ids,
             result.logprobs,
             result.finish_reasons,
             tops,
+            supports,
             strict=True,
         ):
             rows = self.found[seq_id]
             assert not (rows and rows[-1][2]), "a token after the end"
-            rows.append((token, logprob, reason, tuple(token_id for token_id, _ in top)))
+            rows.append((token, logprob, reason, tuple(token_id for token_id, _ in top), support))
         for scored in prompt_logprobs_of(result):
             self.prompts.setdefault(scored.seq_id, []).extend(scored.logprobs)
         rows = len(set(result.seq_ids)) + sum(draft.num_tokens for draft in drafts_of(result))
@@ -176,6 +180,7 @@ class DraftingLane(StepLane):
 def assert_same(found: dict[int, list[Row]], expected: dict[int, list[Row]]) -> None:
     assert found.keys() == expected.keys()
     for seq_id, rows in expected.items():
-        assert [(row[0], *row[2:]) for row in found[seq_id]] == [(r[0], *r[2:]) for r in rows]
-        logprobs = [row[1] for row in rows]
-        assert [row[1] for row in found[seq_id]] == pytest.approx(logprobs, abs=1e-4)
+        assert [(row[0], *row[2:4]) for row in found[seq_id]] == [(r[0], *r[2:4]) for r in rows]
+        for number in (1, 4):
+            wanted = [row[number] for row in rows]
+            assert [row[number] for row in found[seq_id]] == pytest.approx(wanted, abs=1e-4)

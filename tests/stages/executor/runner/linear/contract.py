@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nano_inference.stages.executor.runner.adapters.table import AdapterStep, Layer, Layout
+from nano_inference.stages.executor.runner.adapters.layers import AdapterStep, Layer, Layout
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind
 from nano_inference.stages.executor.runner.linear.choose import method_of
 from nano_inference.stages.executor.runner.linear.method import LinearMethod, LoraPair

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import nano_inference
-from nano_inference.stages.executor.runner.adapters.table import (
+from nano_inference.stages.executor.runner.adapters.layers import (
     AdaptedLinear,
     AdapterStep,
     Layer,
 )
-from nano_inference.stages.executor.runner.adapters.table import (
+from nano_inference.stages.executor.runner.adapters.layers import (
     Layout as AdapterLayout,
 )
 from nano_inference.stages.executor.runner.linear.choose import method_of

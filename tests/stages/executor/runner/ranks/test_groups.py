@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -402,13 +403,16 @@ def test_an_operation_that_is_interrupted_ends_the_group(pair: Ranks) -> None:
     class Interrupted(BaseException):
         pass
 
-    def interrupt(*_: object) -> None:
-        raise Interrupted
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not SharedMemoryGroup._wait.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            raise Interrupted
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        # Long enough that it waits for the other rank by then, also on a busy machine.
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        # Until it waits for the other rank.
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
         with pytest.raises(Interrupted):
             reduce_ones(pair.groups[0])
     finally:

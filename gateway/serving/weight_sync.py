@@ -1,4 +1,4 @@
-"""Weight updates through SGLang's calls: many parts, one change."""
+"""Trainers' weight updates through any interface: many parts, one change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from ....bus.control import MemoryTag
-from ....bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
-from ....config import NanoInferenceError, WeightsError
-from ....config.logger import get_logger
-from ....pipeline.client import BusClient
+from ...bus.control import MemoryTag
+from ...bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
+from ...config import NanoInferenceError, WeightsError
+from ...config.logger import get_logger
+from ...pipeline.client import BusClient
 
 _MORE_S = 30.0
 """Seconds that a call waits for the calls before it, beyond the time limit of a part."""
@@ -69,13 +69,12 @@ class _Parts:
 
 
 class WeightSync:
-    """Applies the weights of `/update_weights_*`.
+    """Trainers' weight updates, each of one or many parts.
 
-    While generation is paused, memory is released or a session is open (which begin_weight_update
-    does), each call brings a part: it is fetched, checked and kept, and all parts change together,
-    when generation goes on, the KV cache's memory is resumed, or the session ends. So no token is
-    ever made by half of them. When a part fails, its call says so, and nothing changes until an
-    update is begun anew.
+    While generation is paused, memory is released or a session is open, each call brings a part:
+    it is fetched, checked and kept, and all parts change together, when generation goes on, the KV
+    cache's memory is resumed, or the session ends. So no token is ever made by half of them. When
+    a part fails, its call says so, and nothing changes until an update is begun anew.
 
     Outside of that each call is an update of its own.
 
@@ -212,7 +211,7 @@ class WeightSync:
                     await self._client.leave_weights_group(weights.group)
                 raise WeightsError(
                     f"a part of this update has failed ({parts.failure}); begin anew with "
-                    "pause_generation or begin_weight_update, and send all parts",
+                    "a pause or a session, and send all parts",
                     code="weights_incomplete",
                 )
             try:
@@ -241,7 +240,7 @@ class WeightSync:
         except TimeoutError:
             raise WeightsError(
                 f"other calls about weights took all of {limit_s:g} s, and nothing was done; call "
-                "again when they have ended, or end them with destroy_weights_update_group",
+                "again when they have ended, or end them by leaving the group that they wait for",
                 code="weights_busy",
             ) from None
         try:

@@ -7,9 +7,9 @@ import pytest
 from nano_inference.bus.control import MemoryTag
 from nano_inference.bus.weights import FolderWeights, GroupWeights
 from nano_inference.config import BusError, WeightsError
-from nano_inference.gateway.api.sglang.sync import VersionLabels, WeightSync, number_of
+from nano_inference.gateway.serving.weight_sync import VersionLabels, WeightSync, number_of
 
-from ...fake import FakeEngine
+from ..fake import FakeEngine
 
 PART = FolderWeights("a")
 BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from .bus.public import Completion as Completion
     from .bus.public import CompletionChunk as CompletionChunk
     from .bus.public import EmbedParams as EmbedParams
+    from .bus.public import Fork as Fork
     from .bus.public import GenerateRequest as GenerateRequest
     from .bus.public import KVSession as KVSession
     from .bus.public import KVSessionResult as KVSessionResult
+    from .bus.public import Session as Session
+    from .bus.weights import ArcWeights as ArcWeights
     from .bus.weights import FolderWeights as FolderWeights
+    from .bus.weights import PastWeights as PastWeights
     from .config import Config as Config
     from .config import Constraint as Constraint
     from .config import EngineConfig as EngineConfig
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
     from .pipeline.rollouts import RolloutEngine as RolloutEngine
     from .pipeline.rollouts import TrainingSample as TrainingSample
     from .pipeline.scoring import ScoredCompletion as ScoredCompletion
+    from .pipeline.token_tree import SessionSample as SessionSample
+    from .pipeline.token_tree import TokenTree as TokenTree
     from .stages.batching import CacheAllocation as CacheAllocation
     from .stages.batching import KVCacheManager as KVCacheManager
     from .stages.batching import SchedulerOutput as SchedulerOutput
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from .stages.executor import model_forward as model_forward
     from .stages.executor import sample_with_logprobs as sample_with_logprobs
     from .stages.executor.runner.weights.delta import WeightDelta as WeightDelta
+    from .stages.executor.runner.weights.log import WeightLog as WeightLog
     from .stages.executor.runner.weights.transports import SharedWeights as SharedWeights
     from .stages.executor.runner.weights.transports import WeightsGroup as WeightsGroup
 
@@ -57,9 +64,10 @@ __version__ = "0.1.0"
 
 _NAMES = {
     ".bus.public": """
-        ChatMessage Completion CompletionChunk EmbedParams GenerateRequest KVSession KVSessionResult
+        ChatMessage Completion CompletionChunk EmbedParams Fork GenerateRequest KVSession
+        KVSessionResult Session
     """,
-    ".bus.weights": "FolderWeights",
+    ".bus.weights": "ArcWeights FolderWeights PastWeights",
     ".config": """
         Config Constraint EngineConfig NanoInferenceError RequestError SamplingParams
         SchedulerConfig WeightsError load_config
@@ -73,6 +81,7 @@ _NAMES = {
     ".pipeline.pipeline": "Pipeline",
     ".pipeline.rollouts": "RolloutEngine TrainingSample",
     ".pipeline.scoring": "ScoredCompletion",
+    ".pipeline.token_tree": "SessionSample TokenTree",
     ".stages.batching": """
         CacheAllocation KVCacheManager SchedulerOutput Sequence SequenceStatus compute_block_hash
         schedule
@@ -81,6 +90,7 @@ _NAMES = {
     ".stages.batching.radix": "RadixKVCache",
     ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
     ".stages.executor.runner.weights.delta": "WeightDelta",
+    ".stages.executor.runner.weights.log": "WeightLog",
     ".stages.executor.runner.weights.transports": "SharedWeights WeightsGroup",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import msgspec
 
-from .public import Completion, GenerateRequest, Timings, Usage
+from .public import Completion, ForkOrigin, GenerateRequest, Timings, Usage
 
 MAX_REQUEST_ID_LENGTH = 512
 """Characters; a gateway with keys puts the tenant before the client's id."""
@@ -89,6 +89,8 @@ class RequestEntry(msgspec.Struct, frozen=True):
         queued_ns: As `waited_ns`, for all requests, as far as known: for the accounts of time.
         digest: Of its fields on the server, which distinguishes it from another entry with its
             id; "" in memory.
+        origin: Where a fork begins, once admission has found it and its request has a prompt.
+        origin_trace: Traceparent of the request that is forked, if it is known.
     """
 
     entry_id: str
@@ -99,6 +101,8 @@ class RequestEntry(msgspec.Struct, frozen=True):
     model: str = ""
     queued_ns: int = 0
     digest: str = ""
+    origin: ForkOrigin | None = None
+    origin_trace: str = ""
 
     @property
     def key(self) -> str:

@@ -44,7 +44,7 @@ from .messages import (
     ResumeSequences,
     WithdrawSequences,
 )
-from .recovery import Fenced, Recover, Recovered
+from .recovery import Fenced, Recover, Recovered, Retracted
 from .steps import StepPlan, StepResult, StepSummary
 
 M = TypeVar("M", bound=Message)
@@ -92,7 +92,7 @@ HALTS: Link[StopSequences] = Link("halts", ("streaming",), "batching", closes_ci
 REFUSED: Link[Cancel] = Link("refused", ("admission",), "streaming")
 OPENED: Link[RequestOpened | Recover | Cancel] = Link("opened", ("admission",), "streaming")
 """Also carries Recover, and Cancel of requests taken over by another lane."""
-FINISHED: Link[RequestFinished | Fenced | Recovered] = Link(
+FINISHED: Link[RequestFinished | Fenced | Recovered | Retracted] = Link(
     "finished", ("streaming",), "admission", closes_circle=True
 )
 CONTROL: dict[str, Link[Message]] = {

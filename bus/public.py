@@ -116,10 +116,40 @@ class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     after: AfterTurn = "pin"
 
 
+OnVersionLag = Literal["flag", "cut", "retract"]
+"""What becomes of a sample whose oldest token is more than `max_version_lag` versions behind."""
+
+
+class Fork(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """A token of another request's sample, after which a request goes on. docs/forks.md.
+
+    Attributes:
+        request_id: The other request's id, of the same tenant and model.
+        at: Number of leading tokens of its sample that the prompt has.
+        sample_index: The sample.
+    """
+
+    request_id: str
+    at: Int64
+    sample_index: Int64 = 0
+
+
+class Session(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """A session, whose token tree keeps what its requests render and sample. docs/token-tree.md.
+
+    Attributes:
+        id: Its name, 1 to 128 printable characters, within the tenant.
+        note: Kept with the turn, unread.
+    """
+
+    id: str
+    note: str = ""
+
+
 class GenerateRequest(
     PublicPart, frozen=True, kw_only=True, tag="generate", tag_field="type", omit_defaults=True
 ):
-    """A request for completions, with exactly one of prompt, prompt_token_ids and messages.
+    """A request for completions, with exactly one of prompt, prompt_token_ids, messages and fork.
 
     With `embed` it computes the prompt's embedding, and generates nothing.
 
@@ -154,6 +184,13 @@ class GenerateRequest(
             rendered conversation has its own.
         sample_seeds: The seed of each sample as a `Recipe` has it, in place of `sampling.seed`:
             computes samples again whose request had no seed. docs/replay.md.
+        fork: The prompt is that of another request and the first tokens of one of its samples; its
+            images are that request's, and so is its model if it names none.
+        session: The session of which the request is a turn. No output depends on it.
+        max_version_lag: Most versions of the weights that a sample's oldest token may be behind the
+            newest while the sample is generated; None for no limit. docs/rl.md.
+        on_version_lag: Beyond that: the sample goes on and is flagged; it ends with the tokens that
+            it has; or its tokens are dropped and it begins anew, which takes `stream: false`.
     """
 
     request_id: str = ""
@@ -174,6 +211,10 @@ class GenerateRequest(
     images: tuple[ImageInput, ...] = ()
     add_special_tokens: bool = True
     sample_seeds: tuple[Int64, ...] = ()
+    fork: Fork | None = None
+    session: Session | None = None
+    max_version_lag: Int64 | None = None
+    on_version_lag: OnVersionLag = "flag"
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -305,6 +346,39 @@ class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     executors: tuple[Fingerprint, ...] = ()
 
 
+class ForkOrigin(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The place at which a request began as a fork.
+
+    Attributes:
+        request_id, sample_index, at: As in Fork.
+        entry_id: The other request's.
+        num_generated: Number of tokens at the end of the prompt that were sampled, by the other
+            request or by those of which it was a fork itself.
+    """
+
+    request_id: str
+    entry_id: str
+    at: int
+    sample_index: int = 0
+    num_generated: int = 0
+
+
+class TreeSession(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The session whose token tree keeps a request, as in its `session`.
+
+    Attributes:
+        id: The session's.
+        tenant: The session's.
+        note: As in the request.
+        images: Ids of the prompt's images.
+    """
+
+    id: str
+    tenant: str = DEFAULT_TENANT
+    note: str = ""
+    images: tuple[str, ...] = ()
+
+
 class StageTime(OutputPart, frozen=True, kw_only=True):
     """Arrival at a stage, and departure."""
 
@@ -343,6 +417,21 @@ class TokenLogprob(OutputPart, frozen=True, kw_only=True):
     logprob: float
 
 
+class VersionLag(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The age of a sample of a request with `max_version_lag`, at its end.
+
+    Attributes:
+        versions: Versions of the weights that its oldest token is behind those in place.
+        outcome: "within" the limit; "flagged": beyond it; "cut": it ended with the finish reason
+            "abort" when it would have been; "retracted": within, begun anew at least once.
+        num_retractions: Times that it was begun anew.
+    """
+
+    versions: int
+    outcome: Literal["within", "flagged", "cut", "retracted"] = "within"
+    num_retractions: int = 0
+
+
 class CompletionSample(OutputPart, frozen=True, kw_only=True):
     """One finished sample.
 
@@ -363,6 +452,10 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
         num_accepted_draft_tokens: Drafted tokens equal to the sampled ones, within the sample.
         support_logprobs: `[k]`, log S: the log of the probability mass that top_k, top_p and min_p
             left at each position. None without such limits. docs/sampling.md.
+        version_lag: Its age, for a request with `max_version_lag`; None for any other.
+        sampling_masks: `[k]`, the support at each position: the ids of the tokens that could be
+            sampled, rising, int32, little-endian, base64 in JSON. Empty for a support of more than
+            `engine.max_sampling_mask` tokens. None if not requested.
     """
 
     sample_index: int
@@ -379,6 +472,8 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     support_logprobs: tuple[float, ...] | None = None
+    version_lag: VersionLag | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
 
 
 class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
@@ -400,7 +495,7 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         prompt_logprobs, prompt_top_logprobs, prompt_token_id_logprobs, prompt_token_ranks: As in
             Completion, in the first chunk of the first sample; None in all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
-        support_logprobs: `[k]`, as in CompletionSample.
+        support_logprobs, sampling_masks: `[k]`, as in CompletionSample.
     """
 
     request_id: str
@@ -417,11 +512,12 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     adapter_version: int = 0
     support_logprobs: tuple[float, ...] | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
     prompt_token_id_logprobs: bytes | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
 
 
-TOKEN_COLUMNS = ("support_logprobs",)
+TOKEN_COLUMNS = ("support_logprobs", "sampling_masks")
 """Fields of chunks and samples that have a value for each token if the request has a feature."""
 
 
@@ -455,6 +551,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             ended before it ran.
         recipe: For `replay`. None with `admission.recipes: false`, or if the request ended before
             a sample began.
+        fork: Where the request began; None if it was no fork, or ended before a sample began.
+        session: Its session; None without one, or if the request ended before a sample began.
         prompt_token_id_logprobs: `[targets]`, float32, little-endian, base64 in JSON: the logprob
             of each id in `sampling.prompt_logprob_token_ids`, list by list, without those of -1.
             None as for `prompt_logprobs`.
@@ -477,6 +575,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     kv_session: KVSessionResult | None = None
     recipe: Recipe | None = None
+    fork: ForkOrigin | None = None
+    session: TreeSession | None = None
     prompt_token_id_logprobs: bytes | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
 

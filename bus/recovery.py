@@ -37,6 +37,18 @@ class Recover(Internal, frozen=True):
     replica: int = 0
 
 
+class Retracted(Internal, frozen=True):
+    """Streaming to admission: samples whose tokens are dropped, and which are to begin anew.
+
+    Attributes:
+        key: Identity of the request's entry.
+        sample_indices: The samples. Their sequences are halted.
+    """
+
+    key: str
+    sample_indices: tuple[int, ...]
+
+
 class RecoveredSample(InternalPart, frozen=True, array_like=True):
     """Streaming's tokens of one sample, from memory or from the result stream."""
 

@@ -96,7 +96,39 @@ class DeltaWeights(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
     tensors: tuple[tuple[str, bytes], ...]
 
 
-WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | DeltaWeights
+ArcFormat = Literal["arc_v1", "arc_v2", "arc_v3"]
+"""Formats of `fireworks-delta-compression`."""
+
+
+class ArcWeights(msgspec.Struct, frozen=True, array_like=True, tag="arc"):
+    """A delta in a file of `fireworks-delta-compression`, readable by the executor's process.
+
+    Attributes:
+        path: The file.
+        base_version: The version of the weights that it changes, which the file doesn't name.
+        format: Its format.
+    """
+
+    path: str
+    base_version: int
+    format: ArcFormat = "arc_v3"
+
+
+class PastWeights(msgspec.Struct, frozen=True, array_like=True, tag="past"):
+    """An earlier version of the weights, from the log of weights (`engine.weight_log`).
+
+    Attributes:
+        version: The version.
+        run: Its run; "" for the executor's own.
+    """
+
+    version: int
+    run: str = ""
+
+
+WeightsSource = (
+    FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | DeltaWeights | PastWeights
+)
 
 
 class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):

@@ -28,6 +28,7 @@ from .pull import pull
 from .quantize import quantize
 from .replay import digest, replay
 from .run import run
+from .samples import samples
 from .serve import gateway, serve
 from .status import health, status, top
 from .submit import submit
@@ -88,6 +89,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "weights": operations.weights,
         "adapters": operations.adapters,
         "score": score,
+        "samples": samples,
         "pause": operations.pause,
         "resume": operations.resume,
         "flush-cache": operations.flush_cache,

@@ -28,6 +28,7 @@ from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
 from ..pipeline.operations import OPERATIONS
 from ..pipeline.status import PipelineStatus, of_models
+from ..pipeline.token_tree import SessionSample
 from . import connection
 from .connection import ServerAddress, Target, connected, run_with, target_of
 from .images import for_bus, for_server
@@ -355,6 +356,26 @@ class ServerClient:
         """Have a request of the server computed again; return its answer."""
         path = f"{self.url}/replay/{quote(id, safe='')}"
         return await self._call("POST", path, dict[str, Any], {})
+
+    async def samples(
+        self, session: str, tenant: str | None, *, partial: bool
+    ) -> list[SessionSample]:
+        """Return the training samples of a session's token tree; `partial`: without lost turns."""
+        query = "?partial=true" if partial else ""
+        async with self._session("GET", session, tenant, f"/samples{query}") as response:
+            return self._decoded(await response.aread(), _List[SessionSample]).data
+
+    async def delete_session(self, session: str, tenant: str | None) -> None:
+        """Delete a session's token tree."""
+        async with self._session("DELETE", session, tenant) as response:
+            await response.aread()
+
+    def _session(
+        self, method: str, session: str, tenant: str | None, rest: str = ""
+    ) -> AbstractAsyncContextManager[httpx2.Response]:
+        of_model = self._model and f"{self.root}/models/{quote(self._model, safe='')}/v1"
+        path = f"{of_model or self.url}/sessions/{quote(session, safe='')}{rest}"
+        return self._answer(method, path, headers=given({"X-Tenant": tenant}))
 
     # --- models ---------------------------------------------------------------------------------
 

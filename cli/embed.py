@@ -15,6 +15,7 @@ from ..config import ConfigError, PoolingKind, RequestError, SamplingParams
 from .connection import connected, run_with
 from .options import Options, argument, option, takes_client_options, takes_model_options
 from .terminal import print_json, read_input
+from .weight_log import Log, Run, engine_config
 
 
 class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -92,6 +93,12 @@ def score(
     options: Options,
     file: Annotated[Path, argument("FILE", "One JSON object per line; - is standard input.")],
     temperature: Annotated[float, option("--temperature -t", "Of the scored policy.", min=0)] = 1.0,
+    at: Annotated[
+        int | None,
+        option("--at VERSION", "Compute here, under a past version of a log of weights."),
+    ] = None,
+    log: Log = None,
+    run: Run = "",
 ) -> None:
     """Print the logprobs of given completions under the weights in place and the reference model.
 
@@ -102,6 +109,8 @@ def score(
 
     Each sample gives a line of JSON, in order. Logprobs of the reference model are null if the
     pipeline has none (`engine.reference_model_path`).
+
+        nano-inference score answers.jsonl --at 17 --log /data/weights
     """
     given = list(_read(file))
     if not given:
@@ -110,14 +119,22 @@ def score(
         SamplingParams(temperature=temperature if each.temperature is None else each.temperature)
         for _, _, each in given
     ]
+    prompts = [each.prompt_token_ids for _, _, each in given]
+    completions = [each.token_ids for _, _, each in given]
+    if at is not None:
+        # Imports torch.
+        from ..pipeline.past import engine_at
 
+        with engine_at(engine_config(options, log), at, run=run) as engine:
+            for (line, sample_index, _), logprobs in zip(
+                given, engine.score(prompts, completions, params), strict=True
+            ):
+                print_json(Score(line, sample_index, logprobs, None, at))
+        return
     scored = run_with(
         connected(options.client_config()),
         lambda client: client.score(
-            [each.prompt_token_ids for _, _, each in given],
-            [each.token_ids for _, _, each in given],
-            params,
-            like=GenerateRequest(model=options.served or ""),
+            prompts, completions, params, like=GenerateRequest(model=options.served or "")
         ),
     )
     for (line, sample_index, _), logprobs in zip(given, scored, strict=True):

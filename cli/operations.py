@@ -128,6 +128,8 @@ def weights() -> None:
 
         nano-inference weights update --folder checkpoints/step-200
 
+        nano-inference weights log
+
     docs/weights.md describes the requests in flight meanwhile, and how trainers do it.
     """
 
@@ -159,9 +161,24 @@ def update(
     timeout_s: Timeout = 300.0,
     lane: Lane = None,
 ) -> None:
-    """Replace the weights by those of a folder; print their version.
+    """Replace the weights by those of a folder, or change them by a delta; print their version.
 
     nano-inference weights update --folder checkpoints/step-200 --in-flight retract
+    """
+
+
+@weights.command("roll-back")
+@command("update_weights", what="updating the weights")
+def roll_back(
+    past: Annotated[int, argument("VERSION", "A version of the log of weights.")],
+    in_flight: AtPause = "keep",
+    version: Version = None,
+    timeout_s: Timeout = 300.0,
+    lane: Lane = None,
+) -> None:
+    """Put a past version's weights in place, as a new version; print that.
+
+    nano-inference weights roll-back 17
     """
 
 

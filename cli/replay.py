@@ -13,7 +13,14 @@ from msgspec.structs import replace
 
 from ..bus.public import DEFAULT_TENANT, Completion, GenerateRequest
 from ..bus.recipes import has_id
-from ..config import Config, ConfigError, NanoInferenceError, RequestError, shown
+from ..config import (
+    Config,
+    ConfigError,
+    EngineConfig,
+    NanoInferenceError,
+    RequestError,
+    shown,
+)
 from ..pipeline.client import BusClient
 from ..pipeline.digest import Digest, completions_of
 from ..pipeline.replay import PRIORITY, Replay, unknown
@@ -22,6 +29,7 @@ from .clients import ServerClient
 from .connection import ServerAddress, connected, run_with, target_of
 from .options import AsJson, Options, argument, option, takes, takes_model_options
 from .terminal import complain, print_json, print_table, read_input
+from .weight_log import Log, Run, engine_config
 
 _ANY_AGE_S = 1e9
 
@@ -49,6 +57,8 @@ def replay(
     weights: Annotated[
         Path | None, option("--weights FOLDER", "Compute here, with these weights of then.")
     ] = None,
+    log: Log = None,
+    run: Run = "",
     tenant: Annotated[str, option("--tenant NAME", "The tenant it counts for.")] = DEFAULT_TENANT,
     as_json: AsJson = False,
 ) -> None:
@@ -60,9 +70,12 @@ def replay(
 
         nano-inference replay my-request --file results.jsonl --weights checkpoints/17 --at 17
 
+        nano-inference replay my-request --log /data/weights
+
     It says whether all is equal; if not, where the results first part, and why as far as that can
     be known. The record is looked up on the bus, or at a server (--url), or read from --file. It
-    runs at low priority on the pipeline, or in this process with --weights.
+    runs at low priority on the pipeline; or in this process with --weights, or with --log: under
+    the version that made its first token, or --at.
 
     The exit status is 0 if all is equal, 1 if something differs, 2 if it could not be compared.
     """
@@ -70,15 +83,21 @@ def replay(
         raise ConfigError("give the id of a request, or records with --file")
     config = target_of(options)
     if isinstance(config, ServerAddress):
-        if file is not None or weights is not None or at is not None:
+        if any(each is not None for each in (file, weights, at, log)):
             raise ConfigError(
-                "--url replays what the server has; leave out --file, --weights, --at"
+                "--url replays what the server has; leave out --file, --weights, --at, --log"
             )
         _show_answer(asyncio.run(_asked(ServerClient(config), id)), as_json=as_json)
         return
     like = GenerateRequest(tenant=tenant, priority=PRIORITY)
     differ = failed = 0
-    for result in _replays(options, config, id, file, weights, like, at):
+    records = None if file is None else _chosen(_read(file), id)
+    if log is not None:
+        past = engine_config(options, log)
+        results = _replays_of_log(options, config, past, id, records, at, run)
+    else:
+        results = _replays(options, config, id, records, weights, like, at)
+    for result in results:
         if isinstance(result, NanoInferenceError):
             failed += 1
             complain(result.message)
@@ -96,13 +115,12 @@ def _replays(
     options: Options,
     config: Config,
     id: str,
-    file: Path | None,
+    records: list[Completion] | None,
     weights: Path | None,
     like: GenerateRequest,
     at: int | None,
 ) -> Iterator[Replay | NanoInferenceError]:
     """Yield the results of the records, or their errors."""
-    records = None if file is None else _chosen(_read(file), id)
     if weights is not None:
         # Imports torch.
         from ..pipeline.engine import InferenceEngine
@@ -134,6 +152,36 @@ def _replays(
             return await asyncio.gather(*(run_one(client, record) for record in found))
 
     yield from asyncio.run(run())
+
+
+def _replays_of_log(
+    options: Options,
+    config: Config,
+    past: EngineConfig,
+    id: str,
+    records: list[Completion] | None,
+    at: int | None,
+    run: str,
+) -> Iterator[Replay | NanoInferenceError]:
+    """Yield the results under past versions, which an engine here has one after the other."""
+    # Imports torch.
+    from ..pipeline.past import engine_at
+
+    if records is None:
+        connecting = connected(config, options.served)
+        records = run_with(connecting, lambda client: client.recorded(id))
+    by_version: dict[int, list[Completion]] = {}
+    for record in records:
+        versions = record.samples[0].weight_versions if record.samples else ()
+        version = at if at is not None else versions[0][0] if versions else 0
+        by_version.setdefault(version, []).append(record)
+    for version, found in by_version.items():
+        with engine_at(past, version, run=run) as engine:
+            for record in found:
+                try:
+                    yield engine.replay(record)
+                except RequestError as error:
+                    yield error
 
 
 async def _asked(client: ServerClient, id: str) -> dict[str, Any]:

@@ -48,6 +48,10 @@ class Template(dict[str, Any]):
             return self._request(for_bus([question(text, images)]), DEFAULT_MAX_TOKENS)
         return self._request({"prompt": text}, DEFAULT_MAX_TOKENS)
 
+    def of_fork(self) -> dict[str, Any]:
+        """Return the request of a fork, which options set, by default greedy."""
+        return self._request({}, DEFAULT_MAX_TOKENS)
+
     def of_messages(
         self, messages: list[dict[str, Any]], max_tokens: int = CHAT_MAX_TOKENS
     ) -> dict[str, Any]:

@@ -63,6 +63,13 @@ def submit(
     session_after: Annotated[
         AfterTurn | None, field("--kv-session-after", "What becomes of its KV; default: pin.")
     ] = None,
+    fork: Annotated[
+        str | None, field("--fork ID", "Go on after a token of another request; no TEXT.")
+    ] = None,
+    at: Annotated[int | None, field("--at K", "Number of its tokens to go on after.")] = None,
+    sample: Annotated[
+        int | None, field("--fork-sample INDEX", "Which of its samples; default: 0.")
+    ] = None,
     as_json: Annotated[bool, _output("--json", "Print each Completion as a line of JSON.")] = False,
     no_wait: Annotated[bool, _output("--no-wait", "Print entry ids, and don't wait.")] = False,
     trace: Annotated[bool, _output("--trace", "Draw the times, on standard error.")] = False,
@@ -91,16 +98,20 @@ def submit(
 
         seq 1 9 | sed 's/$/ + 5 =/' | nano-inference submit -
 
+    With --fork the prompt is that of another request and the first tokens of its sample:
+
+        nano-inference submit --fork my-request --at 12 -n 8 -t 1
+
     Options fill in the fields that a request lacks.
 
     Answers go to standard output, messages to standard error. Ctrl-C cancels the requests in
     flight. The exit status is 1 when any request failed.
     """
     texts = texts or []
-    one_text = len(texts) == 1 and texts != ["-"] and file is None
+    one_text = fork is not None or (len(texts) == 1 and texts != ["-"] and file is None)
     streams = one_text and not as_json and n in (None, 1)
     template |= given({"n": n, "stream": streams, "model": options.served})
-    template |= _session(session, session_ttl_s, session_after)
+    template |= _session(session, session_ttl_s, session_after) | _fork(fork, at, sample)
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
     config = options.client_config()
     images = [read_image(path) for path in image or ()]
@@ -122,6 +133,14 @@ def _session(id: str | None, ttl_s: float | None, after: AfterTurn | None) -> di
     return {} if id is None else {"kv_session": {"id": id, **more}}
 
 
+def _fork(id: str | None, at: int | None, sample: int | None) -> dict[str, Any]:
+    """Return the request's field of a fork, if it is one."""
+    if (id is None) != (at is None) or (id is None and sample is not None):
+        raise ConfigError("--fork ID and --at K go together, and --fork-sample needs both")
+    more = given({"sample_index": sample})
+    return {} if id is None else {"fork": {"request_id": id, "at": at, **more}}
+
+
 def _source_of(
     texts: Sequence[str],
     file: Path | None,
@@ -137,6 +156,10 @@ def _source_of(
         ConfigError: There are none, or the file can't be read.
         RequestError: A line of the file is not a request.
     """
+    if "fork" in template:
+        if texts or file is not None or chat or images:
+            raise ConfigError("--fork takes no text, file or image: those are the other request's")
+        return _listed([Submission("1", template.of_fork())])
     if bool(texts) == (file is not None) or (len(texts) > 1 and "-" in texts):
         raise ConfigError("give prompts, or --file FILE, or - for standard input, and only one")
     if list(texts) == ["-"] or str(file) == "-":

@@ -171,6 +171,10 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         seed: Seed of requests without one.
         logprobs_mode: "processed": logprobs of the policy that tokens are sampled from, after
             penalties, bias and temperature; "raw": of the model's output (docs/sampling.md).
+        return_sampling_mask: Return the sampling mask of each request with top_k, top_p or min_p,
+            as if it had `return_sampling_mask`: for clients of vLLM, which has it as a setting.
+        max_sampling_mask: Most token ids in the sampling mask of a position. The mask of a larger
+            support is empty; its `support_logprobs` is exact all the same (docs/sampling.md).
         deterministic: Tokens and logprobs are bitwise equal in any batch, and however prompts
             are chunked, cached or recomputed. "auto": where it costs nothing (on a CPU where
             `kernels` covers the whole model, for requests without an adapter); true: always, on a
@@ -179,6 +183,12 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             folder. 0 is ten times the model's tensors, each expert counted, plus 10,000.
         max_weight_bytes: Limit on their bytes together. 0 is the model's size in float64, plus 1
             GiB.
+        weight_log: Folder of the log of weights, which has every version, so that restarted
+            executors catch up and past tokens can be computed again (docs/weights.md); "" for none.
+        weight_log_snapshot_every: Deltas between two snapshots of the log.
+        weight_log_max_versions: The most versions in the log; the oldest ones are dropped. The
+            newest snapshot and its deltas stay in any case.
+        weight_log_max_bytes: The most bytes of the log, likewise.
         reference_model_path: A second model, as `model_path`, that is never updated and computes
             `ref_logprobs` of every finished sample; "" for none. It takes memory for its weights
             and the KV of one sequence of `max_model_len`. "unquantized": the model's own weights
@@ -259,9 +269,15 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     huge_pages: Literal["auto", "off"] = "auto"
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
+    return_sampling_mask: bool = False
+    max_sampling_mask: PositiveInt = 4096
     deterministic: bool | Literal["auto"] = "auto"
     max_weight_tensors: NonNegativeInt = 0
     max_weight_bytes: NonNegativeInt = 0
+    weight_log: str = ""
+    weight_log_snapshot_every: PositiveInt = 16
+    weight_log_max_versions: PositiveInt = 1000
+    weight_log_max_bytes: PositiveInt = 64 << 30
     reference_model_path: str = ""
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
     max_adapters: PositiveInt = 32

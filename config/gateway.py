@@ -57,6 +57,9 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             model ("keep") if they are for Anthropic's billing (`x-anthropic-billing-header: …`,
             from Claude Code). They change from call to call, and nothing after them would be found
             in the prefix cache.
+        continue_by_tokens: Whether the prompt of a session's next turn is made of its token tree's
+            tokens, and of what the chat template writes after the last answer
+            (docs/token-tree.md). A call's header `X-Continue-By-Tokens` counts before it.
         model_aliases: Names of models, and the names under which they are served. One `*` in a
             name stands for any text: `{"claude-*": "tiny"}`. A model's own name counts first, then
             the alias without `*`, then that with most other characters.
@@ -117,6 +120,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     billing_lines: Literal["drop", "keep"] = "drop"
+    continue_by_tokens: bool = False
     model_aliases: dict[str, str] = {}  # noqa: RUF012
     template_timeout_s: Seconds = 5.0
     allowed_hosts: tuple[str, ...] = ()

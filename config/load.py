@@ -36,9 +36,6 @@ _NEAR = 0.6
 helps more.
 """
 
-_MOST_LISTED = 30
-"""Names of which all are shown."""
-
 _OFF_OR_NAME = frozenset({"gateway.message_format", "policy.backend"})
 """Settings that are off or hold a name."""
 
@@ -221,15 +218,15 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
     tree.setdefault(section, {})[name] = value
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: the nearest known name, or all of them.
+def nearest(name: str, known: Iterable[str], *, listed: bool = True) -> str:
+    """Return the end of a sentence about an unknown name: the nearest known name, or, if `listed`,
+    all of them.
 
-    Empty if none are known, or too many to be read. Only short names are compared, since that takes
-    quadratic time.
+    Empty if none are known. Only short names are compared, since that takes quadratic time.
     """
-    names = sorted(known)
+    names = list(known)
     short = len(name) <= MOST_SHOWN
     matches = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR) if short else []
     if matches:
         return f"; did you mean {matches[0]!r}?"
-    return f"; known: {', '.join(names)}" if 0 < len(names) <= _MOST_LISTED else ""
+    return f"; known: {', '.join(names)}" if names and listed else ""

@@ -97,6 +97,10 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             None for as many as it takes, 0 for none. It changes no token and no logprob.
         response_cache: Whether the response may come from the response cache, and be kept there,
             where the engine has one. It changes no token and no logprob.
+        return_sampling_mask: Report each position's support, the tokens that could be sampled
+            there, as their ids.
+        forced_tokens: The first tokens of each sample, in place of sampled ones: computed and
+            reported as if they had been sampled. Sampling goes on after them.
         prompt_logprob_token_ids: Targets: token ids whose logprobs are reported at positions of the
             prompt. List i is for position `prompt_logprob_start + 1 + i`; there is one for each
             position from there to the prompt's end. An empty list asks for nothing at its position,
@@ -197,6 +201,16 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             anthropic=None,
         ),
     ] = True
+    return_sampling_mask: Annotated[
+        bool, Parameter("returns the ids of the tokens that could be sampled at each place")
+    ] = False
+    forced_tokens: Annotated[
+        tuple[Int64, ...],
+        Parameter(
+            "ours: the first tokens of each sample, reported as if they had been sampled "
+            "([sampling.md](sampling.md#forced-tokens))"
+        ),
+    ] = ()
     prompt_logprob_token_ids: Annotated[
         tuple[tuple[Int64, ...], ...] | None,
         Parameter(
@@ -214,6 +228,11 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             sglang="",
         ),
     ] = 0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether top_k, top_p or min_p restricts the choice."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
     def scores_prompt(self) -> bool:
@@ -245,6 +264,8 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             self._freeze("stop_token_ids", frozenset, list | tuple | set)
         if type(self.stop) is not tuple:
             self._freeze("stop", tuple, list | set | frozenset)
+        if type(self.forced_tokens) is not tuple:
+            self._freeze("forced_tokens", tuple, list)
         if type(self.logit_bias) is not FrozenDict:
             self._freeze("logit_bias", FrozenDict, dict)
         if (targets := self.prompt_logprob_token_ids) is not None:

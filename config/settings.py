@@ -77,6 +77,9 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
         calls_max_bytes: Bytes of all durable calls of gateways (stored responses, calls with an
             idempotency key, resumable streams), in memory or on Redis. A tenant may use as much as
             is left free: alone a half, two a third each.
+        trees_max_bytes: Bytes of the token trees of all sessions, in memory or on Redis, shared by
+            tenants as `calls_max_bytes` is. 0 keeps none.
+        trees_ttl_s: Seconds that a session's token tree is kept after its first turn.
     """
 
     SECTION: ClassVar[str] = "bus"
@@ -96,6 +99,8 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_request_bytes: PositiveInt = 4 << 20
     max_result_bytes: Annotated[int, Range("at least 65536", 1 << 16)] = 256 << 20
     calls_max_bytes: PositiveInt = 128 << 20
+    trees_max_bytes: NonNegativeInt = 0
+    trees_ttl_s: PositiveInt = 86_400
 
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:

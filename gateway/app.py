@@ -27,6 +27,7 @@ from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
 from .api.replays import ReplayCalls
 from .api.routes import PolicyRoute
 from .api.sglang import sglang_routes
+from .api.token_trees import TokenTreeCalls
 from .call import Call, ClientLeft
 from .console.feed import Feed
 from .console.routes import console_routes
@@ -76,6 +77,7 @@ class Interfaces(Services):
             *ollama.ollama_routes(self, self.ollama),
             *kserve_routes(self.kserve, self.config.gateway),
             PolicyRoute("POST /v1/replay/{id:path}", "generate", ReplayCalls(self).replay),
+            *TokenTreeCalls(self).routes(),
         ]
 
 

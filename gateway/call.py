@@ -168,6 +168,9 @@ class Call:
         trace: The parent of its requests' spans; empty without a trace.
         deadline_ns: On the clock of `now_ns`; None for none.
         limited_by: Settings that may have set the deadline, for errors.
+        session: The session of its requests, whose token tree keeps them; None for that of the
+            header X-Session-ID, "" for none.
+        session_note: The note of its one request in the token tree.
         account: Counts its requests' tokens.
         status: The HTTP status of the response, so far.
         code: Code of the error that answered it.
@@ -199,6 +202,8 @@ class Call:
     trace: TraceContext = _NO_TRACE
     deadline_ns: int | None = None
     limited_by: str = f"{BUDGET_HEADER}, budget_ms or gRPC's deadline"
+    session: str | None = None
+    session_note: str = ""
     account: Account = field(default_factory=Account)
     status: int = CLIENT_LEFT
     code: str = ""

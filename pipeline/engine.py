@@ -54,6 +54,7 @@ from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from .engine_calls import one_at_a_time
+from .engine_forks import EngineForks
 from .engine_images import EngineImages, find_image_processor
 from .engine_parts import ModelParts
 from .engine_requests import (
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
 
 
 @one_at_a_time
-class InferenceEngine(ModelParts):
+class InferenceEngine(EngineForks, ModelParts):
     """Generates in this process, on the caller's thread. Calls of several threads take turns.
 
     ```python
@@ -317,6 +318,8 @@ class InferenceEngine(ModelParts):
         prediction: Prompt | None = None,
         kv_session: KVSession | None = None,
         images: Sequence[Any] = (),
+        max_version_lag: int | None = None,
+        on_version_lag: Literal["flag", "cut", "retract"] = "flag",
     ) -> RequestId:
         """Queue one request and return its id, which its samples carry.
 
@@ -325,10 +328,8 @@ class InferenceEngine(ModelParts):
             sampling_params: The defaults when None.
             num_samples: Samples of the prompt, which is computed once.
             request_id: Text or an integer, of no unfinished request; generated when None.
-            adapter: As in `generate`.
-            prediction: The expected completion; as `predictions` in `generate`.
-            kv_session: As `kv_sessions` in `generate`.
-            images: The prompt's, as in `generate`.
+            adapter, prediction, kv_session, images: As in `generate`, of the one prompt.
+            max_version_lag, on_version_lag: As in GenerateRequest.
 
         Raises:
             RequestError: The request is refused; `code` and message give the reason.
@@ -337,8 +338,8 @@ class InferenceEngine(ModelParts):
             self._requests.check_id(request_id)
         name = self._requests.new_name()
         request_id = name if request_id is None else request_id
-        more = {"adapter": adapter, "prediction": prediction, "kv_session": kv_session}
-        request = make_request(prompt, sampling_params, num_samples, **more)  # type: ignore[arg-type]
+        more = (adapter, prediction, kv_session, max_version_lag, on_version_lag)
+        request = make_request(prompt, sampling_params, num_samples, None, *more)
         with self._images.given_to([request], [images]) as (request,):
             self._uncollected += self._queue(name, request_id, request)
         return request_id
@@ -417,6 +418,7 @@ class InferenceEngine(ModelParts):
         sync = weights.sync_blocking if blocking else weights.start_sync
         partial = partial or fetched.base is not None
         try:
+            changes.commit(fetched, weights.check_version(version))
             version = sync(fetched.tensors, version, partial=partial, base=fetched.base)
         finally:
             self._report_memory()
@@ -660,6 +662,7 @@ class InferenceEngine(ModelParts):
         self._batching.take_report()  # for fairness, which is absent here
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)
+        self._begin_anew(deliveries)
         # An aborted request ends a second time when the executor returns its cancellation.
         finished = [
             self._finished(ended)

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from ..bus.public import Completion, CompletionSample, EmbedParams, GenerateRequest, KVSession
+from ..bus.public import (
+    Completion,
+    CompletionSample,
+    EmbedParams,
+    GenerateRequest,
+    KVSession,
+    OnVersionLag,
+)
 from ..bus.targets import Logprobs, packed_targets, target_array
 from ..config import RequestError, SamplingParams, shown
 from ..stages.admission.arrivals import Accepted
@@ -255,11 +262,12 @@ def make_request(
     prompt: Prompt,
     params: SamplingParams | None = None,
     num_samples: int = 1,
-    *,
     embed: EmbedParams | None = None,
     adapter: str = "",
     prediction: Prompt | None = None,
     kv_session: KVSession | None = None,
+    max_version_lag: int | None = None,
+    on_version_lag: OnVersionLag = "flag",
 ) -> GenerateRequest:
     """Return the request for samples of a prompt, or with `embed` for its vector.
 
@@ -294,6 +302,10 @@ def make_request(
         embed=embed,
         prediction=prediction,
         kv_session=kv_session,
+        max_version_lag=None
+        if max_version_lag is None
+        else whole_number(max_version_lag, "max_version_lag", "invalid_version_lag"),
+        on_version_lag=on_version_lag,
     )
 
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from ..bus.dead_letters import DeadLetter
 from ..bus.kv_events import KVEventEntry
 from ..bus.public import Completion
-from ..bus.weights import FolderWeights, InFlight
+from ..bus.weights import FolderWeights, InFlight, PastWeights
 from ..config import (
     BusError,
     ConfigError,
@@ -85,16 +85,18 @@ class Operation:
 
 async def update_weights(
     client: BusClient,
-    folder: str,
+    folder: str = "",
     in_flight: InFlight = "keep",
     version: int | None = None,
     partial: bool = False,
     timeout_s: float = 300.0,
     lane: str | None = None,
+    past: int | None = None,
 ) -> int:
-    """Replace the weights by those of a folder that executors can read; return their version."""
+    """Replace the weights by those of a folder that executors can read, or by a past version of the
+    log of weights; return their version."""
     return await client.update_weights(
-        FolderWeights(folder),
+        FolderWeights(folder) if past is None else PastWeights(past),
         in_flight=in_flight,
         version=version,
         partial=partial,

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob
+from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob, VersionLag
 from ..config import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         num_accepted_draft_tokens: Draft tokens that were accepted.
         from_response_cache: Whether the tokens were computed for an equal request before.
         kv_session: Result of the request's `kv_session`; None without one.
+        version_lag: Its age in versions, for a request with `max_version_lag`.
         recipe: Inputs that compute the sample again (`InferenceEngine.replay`).
         quantization: The forms of the codes that the weights are, such as "int4-128+int8"; "" for
             plain weights. `logprobs` are those of the codes.
@@ -50,6 +51,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         support_logprobs: `[completion]`, log S: the log of the probability mass that top_k, top_p
             and min_p left at each position; `logprobs` minus it is of the distribution that was
             sampled from. None without such limits.
+        sampling_masks: `[completion]`, on request: the ids of the tokens that could be sampled at
+            each position, `numpy.frombuffer(mask, "<i4")`. Empty for a support of more than
+            `max_sampling_mask` tokens.
         prompt_token_id_logprobs: `[positions, most targets at a position]`, on request: the logprob
             of each id in `prompt_logprob_token_ids`; minus infinity where nothing was asked for.
         prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: each token's place among all.
@@ -77,6 +81,8 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     time: dict[str, int] | None = None
     billed_ns: int | None = None
     support_logprobs: tuple[float, ...] | None = None
+    version_lag: VersionLag | None = None
+    sampling_masks: tuple[bytes, ...] | None = None
     prompt_token_id_logprobs: npt.NDArray[np.float32] | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
 

@@ -6,13 +6,21 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from ..bus import Bus
 from ..bus.codec import written_id
-from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest, Output
+from ..bus.public import (
+    DEFAULT_TENANT,
+    Completion,
+    EmbedParams,
+    ErrorInfo,
+    Fork,
+    GenerateRequest,
+    Output,
+)
 from ..bus.targets import Logprobs, target_array
 from ..config import RequestError, SamplingParams
 from .engine_requests import (
@@ -25,6 +33,9 @@ from .engine_requests import (
 )
 from .replay import PRIORITY, Replay, replay, unknown
 from .rollouts import Prompt
+
+if TYPE_CHECKING:
+    from .token_tree import TokenTree
 
 AT_A_TIME = 256
 """Most requests of one call in flight."""
@@ -199,6 +210,28 @@ class Submitter(ABC):
         """Return a request's terminal message, computed once; as `submit_once`."""
         return await _end_of(self.submit_once(request))
 
+    async def fork(
+        self,
+        request_id: str,
+        at: int,
+        *,
+        sample_index: int = 0,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> Completion:
+        """Go on after a token of another request; return the terminal message. docs/forks.md.
+
+        Its prompt is the other request's and the first tokens of its sample, whose KV it shares.
+        For its chunks, `submit` a request with the field `fork`.
+
+        Args:
+            request_id: The other request, running or ended, of the same tenant and model.
+            at: Number of leading tokens of its sample; a fork of a running one waits for them.
+            sample_index: The sample.
+            like: A request with all else: sampling, n, tenant, and so on.
+        """
+        fork = Fork(request_id=request_id, at=at, sample_index=sample_index)
+        return await self.complete(msgspec.structs.replace(like, fork=fork))
+
     async def score(
         self,
         prompts: Sequence[Sequence[int]],
@@ -324,6 +357,30 @@ class Submitter(ABC):
         if not like.model:
             like = msgspec.structs.replace(like, model=recorded.model)
         return await replay(self.complete, recorded, like, at)
+
+    async def token_tree(self, session: str, *, tenant: str = DEFAULT_TENANT) -> TokenTree:
+        """Return the token tree of a session: all that its requests have rendered and sampled.
+
+        Each request is in it by the time that its terminal message is read. docs/token-tree.md.
+
+        Args:
+            session: The id that its requests have in `session`.
+            tenant: The tenant of its requests.
+
+        Raises:
+            RequestError: `unknown_session`: no turn of it was kept, or it was deleted or expired.
+            BusError: The bus can't be reached.
+        """
+        from .token_tree import read_tree
+
+        return await read_tree(self.bus.store.trees, tenant, session)
+
+    async def delete_session(self, session: str, *, tenant: str = DEFAULT_TENANT) -> bool:
+        """Delete the token tree of a session; return whether there was one.
+
+        Raises BusError: The bus can't be reached.
+        """
+        return await self.bus.store.trees.drop(tenant, session)
 
 
 async def _end_of(outputs: AsyncGenerator[Output, None]) -> Completion:

@@ -340,6 +340,7 @@ class Actor(ABC):
         error: str = "",
         events: tuple[tuple[str, int], ...] = (),
         own: TraceContext | None = None,
+        links: tuple[str, ...] = (),
     ) -> None:
         """Record this stage's span of a request that leaves it now; see `Tracing.span`.
 
@@ -360,6 +361,7 @@ class Actor(ABC):
                 **(attributes or {}),
             },
             events=events,
+            links=links,
             error=error,
             own=own,
         )

@@ -23,12 +23,16 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             itself may be new.
         folder: The folder that holds all of them; "" if the weights can't be read again.
         stamp: Identity of the files; see `stamp_of` of the executor's weights.
+        log: The run of the log of weights that has them; "" for none.
+        digest: Of all weights, in that log.
     """
 
     version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
     leader: str
     folder: str = ""
     stamp: str = ""
+    log: str = ""
+    digest: str = ""
 
 
 class AdapterInPlace(msgspec.Struct, frozen=True, omit_defaults=True):

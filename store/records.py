@@ -134,6 +134,11 @@ class MemoryRecords:
                 return dict(values.get(key, {}))
             case "HSET", pairs:
                 values.setdefault(key, {}).update(zip(pairs[::2], pairs[1::2], strict=True))
+            case "HSETNX", [field, value]:
+                fields = values.setdefault(key, {})
+                known = field in fields
+                fields.setdefault(field, value)
+                return int(not known)
             case "HINCRBY", [field, amount]:
                 fields = values.setdefault(key, {})
                 fields[field] = _encoded(int(fields.get(field, 0)) + int(amount))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..config import BusConfig
 from .board import StageBoard
 from .calls import CallStore
+from .forks import ForkStore
 from .images import ImageStore, MemoryImages
 from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
 from .limits import LimitStore
@@ -16,6 +17,7 @@ from .records import MemoryRecords, Records
 from .redis.keys import Keys
 from .registry import ModelRegistry
 from .service import ServiceRecord
+from .trees import TreeStore
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Store:
         models: The models of the deployment.
         service: The service that each lane has given to its tenants.
         images: Decoded images of requests.
+        forks: Prompts of forks in flight.
+        trees: Token trees of sessions.
     """
 
     board: StageBoard
@@ -43,6 +47,8 @@ class Store:
     models: ModelRegistry
     service: ServiceRecord
     images: ImageStore
+    forks: ForkStore
+    trees: TreeStore
 
 
 def store_on(
@@ -63,6 +69,8 @@ def store_on(
         ModelRegistry(keys, records),
         ServiceRecord(keys, records),
         images,
+        ForkStore(keys, records),
+        TreeStore(config, keys, records),
     )
 
 

@@ -124,6 +124,7 @@ CONSTRAINTS = _counter(
 CONSTRAINT_COMPILE = _step_seconds(
     "nano.constraint.compile.duration", "Time to compile a constraint.", names.CONSTRAINT
 )
+FORKS = _counter("nano.forks", "{request}", "Requests that fork another one.", names.ERROR_TYPE)
 IMAGES = _counter("nano.images", "{image}", "Images of requests.", names.ERROR_TYPE)
 IMAGE_TIME = _counter(
     "nano.images.time", "s", "Time to decode, process and store images, waiting included."
@@ -327,6 +328,10 @@ WEIGHT_STALENESS = _histogram(
 )
 WEIGHT_UPDATES = _counter("nano.weight.updates", "{update}", "Weight updates.", names.ERROR_TYPE)
 WEIGHT_FETCH = _seconds("nano.weight.fetch.duration", "Time to fetch weights.")
+WEIGHT_BYTES = _counter("nano.weight.fetch.bytes", "By", "Bytes of fetched weights and deltas.")
+WEIGHT_ELEMENTS = _counter(
+    "nano.weight.elements", "{element}", "Elements of fetched weights; of deltas, changed ones."
+)
 ADAPTERS = _gauge("nano.adapter.loaded", "{adapter}", "Adapters loaded.")
 ADAPTER_CHANGES = _counter(
     "nano.adapter.changes", "{change}", "Changes of adapters.", names.ERROR_TYPE

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -550,6 +550,20 @@ class GrammarCompiler:
             The matcher; by id, the ids of the tokens that spell it.
         """
         return self._ready().matcher(constraint, tried=True)
+
+    def num_allowed(self, constraint: Constraint, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens the grammar allows, from its start on; an end-of-text
+        token where the text is complete."""
+        matcher, spelled = self.begin(constraint)
+        for place, token_id in enumerate(token_ids):
+            spelling = [token_id]
+            if token_id in spelled and not matcher.validate_tokens(spelling):
+                spelling = spelled[token_id]
+            if matcher.validate_tokens(spelling) < len(spelling):
+                ends = token_id in self.stop_ids and matcher.is_accepting()
+                return place + ends
+            matcher.consume_tokens(spelling)
+        return len(token_ids)
 
     def charge(self, constraint: Constraint, masks_s: float) -> None:
         """Account for memory of a constraint's masks, by their time beyond `MASK_S`."""

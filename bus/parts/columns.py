@@ -16,7 +16,10 @@ A name is that of the field in CompletionChunk and CompletionSample (`public.TOK
 
 NO_COLUMNS: Columns = {}
 
-SUPPORT_LOGPROBS = "support_logprobs"
+SUPPORT_LOGPROBS, SAMPLING_MASKS = "support_logprobs", "sampling_masks"
+
+MASK_DTYPE = "<i4"
+"""Of the ids in a sampling mask, as numpy names it."""
 
 
 def columns_of(columns: Columns, kept: Iterable[Any]) -> Columns:

@@ -34,6 +34,7 @@ class ReplayCalls:
         The replay is a call of the caller: its policy, limits and fairness apply.
         """
         id = call.params["id"]
+        call.session = ""  # a replay is no turn
         call.begin()
         found = await self._recorded(id, call)
         if not found:

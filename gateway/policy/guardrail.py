@@ -128,6 +128,11 @@ class Guardrail:
     async def admit(self, call: Call, requests: Requests) -> AsyncIterator[None]:
         block_list = await self._block_list()
         if requests and (block_list or self.agent):
+            if any(request.fork is not None for request in requests):
+                raise self._refused(
+                    "a fork's prompt is not known here, so that it can't be checked; send the "
+                    "tokens as a prompt"
+                )
             texts = await self._texts(requests)
             if block_list:
                 blocked = partial(any, map(block_list.blocks, texts))

@@ -82,10 +82,10 @@ _CODES = {
     403: "insufficient_scope shared_memory_off forbidden_host forbidden_origin",
     404: "unknown_key unknown_tenant model_not_found unknown_model adapter_not_found "
     "adapter_unloaded stream_not_found not_found unknown_response unknown_conversation "
-    "unknown_item unknown_region unknown_request",
+    "unknown_item unknown_region unknown_request unknown_session",
     405: "method_not_allowed",
     408: "request_timeout",
-    409: "response_in_flight model_exists adapter_busy adapter_in_use",
+    409: "response_in_flight model_exists adapter_busy adapter_in_use session_incomplete",
     413: "request_too_large",
     415: "unsupported_media_type",
     422: "idempotency_key_reused",

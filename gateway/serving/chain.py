@@ -64,6 +64,11 @@ class PolicyChain:
         self._outputs = outputs
         self._stranger = stranger
 
+    @property
+    def filters(self) -> bool:
+        """Whether outputs may be filtered."""
+        return bool(self._outputs)
+
     async def enter(self, call: Call, needed: Needed) -> None:
         """Authenticate a call.
 

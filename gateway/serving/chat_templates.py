@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio.to_thread
@@ -97,7 +97,7 @@ class ChatTemplates:
         shared by tenants; `drops_billing`: whether `gateway.billing_lines` is "drop"."""
         self._tokenizer = tokenizer
         self._drops_billing = drops_billing
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._workers = workers
         self._capacity = capacity
         self._threads = anyio.CapacityLimiter(AT_ONCE)
@@ -118,10 +118,9 @@ class ChatTemplates:
                 prompt_too_long.
             EngineError: overloaded.
         """
-        if self._drops_billing:
-            conversation = without_billing(conversation)
+        conversation = self.normal(conversation)
         await self.start()  # while this process loads the tokenizer
-        tokenizer, max_model_len = await self._tokenizer.required(), await self._max_model_len()
+        tokenizer, max_model_len = await self._tokenizer.required(), await self.max_model_len()
         form = await self._tokenizer.message_format()
 
         def work() -> Rendered:
@@ -136,6 +135,23 @@ class ChatTemplates:
             if not sources_in(conversation.turns):
                 prompt = tokenizer.token_ids(text, add_special=False)
             return Rendered(prompt, opening)
+
+        async with self._capacity.slot(tenant):
+            return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    def normal(self, conversation: Conversation) -> Conversation:
+        """Return a conversation as it is rendered: without lines for billing, by the setting."""
+        return without_billing(conversation) if self._drops_billing else conversation
+
+    async def texts(
+        self, conversations: Sequence[Conversation], tenant: str
+    ) -> list[RenderedConversation]:
+        """Return conversations as texts, in `normal` form; arguments and errors as of `render`."""
+        await self.start()
+        tokenizer, form = await self._tokenizer.required(), await self._tokenizer.message_format()
+
+        def work() -> list[RenderedConversation]:
+            return [self._rendered(tokenizer, each, form) for each in conversations]
 
         async with self._capacity.slot(tenant):
             return await anyio.to_thread.run_sync(work, limiter=self._threads)

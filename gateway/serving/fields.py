@@ -140,6 +140,7 @@ def check_fields(given: Any, kind: type, where: str) -> None:
     if not isinstance(given, Mapping):
         return
     known = _known_in(kind)
+    refusal: FieldError | None = None
     for name, value in given.items():
         param = _path(where, field_name(name))
         if (inner := known.inner.get(name)) is not None:
@@ -151,16 +152,20 @@ def check_fields(given: Any, kind: type, where: str) -> None:
         elif name in known.refused:
             refused = known.refused[name]
             if value is not None and value not in refused.nothing:
-                raise _unsupported(param, f"is not supported here: {refused.why}")
+                refusal = refusal or _unsupported(param, f"is not supported here: {refused.why}")
         elif value and name not in known.inner:
             if not (name in known.neutral or known.open or _takes_unknown()):
-                raise _unsupported(
+                refusal = refusal or _unsupported(
                     param,
                     "is not known here",
                     "leave it out, or have unknown fields ignored (gateway.unknown_fields)"
-                    + nearest(name, fields_of(kind)),
+                    + nearest(name, fields_of(kind), listed=False),
                 )
-            ignore(param)
+            else:
+                ignore(param)
+    # Once all neutral fields are noted: the fields of a map have no order.
+    if refusal is not None:
+        raise refusal
 
 
 def _takes_unknown() -> bool:

@@ -175,7 +175,7 @@ async def prepare(
         tenant, sources = call.tenant, sources_in(conversation.turns)
         services.images.check(sources, await tokenizer.required())
         conversation = replace(conversation, tools=use.usable)
-        rendered = await services.templates.render(conversation, tenant)
+        rendered = await services.session_prompts.render(call, conversation)
         images = await services.images.load(sources, tenant)
         constraint = None
         if use.usable or sampling.constraint is not None or reasoning_budget is not None:

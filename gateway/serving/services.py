@@ -19,6 +19,7 @@ from .durable_calls import DurableCalls
 from .images import FETCHES, Images
 from .lane_state import Readiness, ServedModels
 from .request_log import RequestLog
+from .sessions import SessionPrompts
 from .submissions import Submissions
 from .tokenizer import LazyTokenizer
 from .weight_sync import VersionLabels, WeightSync
@@ -46,6 +47,7 @@ class Services:
         submissions: Requests that wait or are in the pipeline.
         length: Tokens that prompt and completion may have together.
         templates: Conversations as prompts.
+        session_prompts: Prompts of calls that name a session.
         images: Images of conversations.
         durable: Calls stored on the bus.
         keyed: Calls with idempotency keys, of interfaces that store nothing else.
@@ -83,6 +85,12 @@ class Services:
             workers,
             rendering,
             drops_billing=gateway.billing_lines == "drop",
+        )
+        self.session_prompts = SessionPrompts(
+            client.bus.store.trees,
+            self.tokenizer,
+            self.templates,
+            continues=gateway.continue_by_tokens,
         )
         self.durable = DurableCalls(client, config)
         self.keyed = BodyCalls(self.durable, config.engine.model_name)

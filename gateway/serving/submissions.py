@@ -35,6 +35,7 @@ from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
 from .request_ids import concerns, ids_of, name_of
 from .request_log import RequestLog
+from .sessions import with_session
 from .times import with_http
 
 AT_ONCE = 16
@@ -280,6 +281,7 @@ class Submissions:
         """
         published = () if attachment is None else attachment.begun_before
         self.check_ready()
+        requests = with_session(call, requests, self.client.bus.store.trees)
 
         completions: dict[int, Completion] = {}
         owned: dict[str, _Owner] = {}

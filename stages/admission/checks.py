@@ -158,7 +158,7 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             invalid_min_p, invalid_seed, invalid_stop, invalid_stop_token_ids,
             invalid_repetition_penalty, invalid_presence_penalty, invalid_frequency_penalty,
             invalid_logit_bias, invalid_min_tokens, invalid_logprobs, invalid_prompt_logprobs,
-            invalid_constraint, invalid_max_draft_tokens.
+            invalid_constraint, invalid_max_draft_tokens, invalid_forced_tokens.
     """
     p = sampling
     # NaN differs from every default.
@@ -171,6 +171,7 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     if p.stop:
         _check_stop(p.stop)
     check_token_ids("stop_token_ids", p.stop_token_ids, vocab_size, "invalid_stop_token_ids")
+    check_token_ids("forced_tokens", p.forced_tokens, vocab_size, "invalid_forced_tokens")
     if p.logit_bias:
         _check_logit_bias(p.logit_bias, vocab_size)
     if not 0 <= p.min_tokens <= p.max_tokens:
@@ -251,6 +252,29 @@ def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_s
         )
 
 
+def check_forced_tokens(sampling: SamplingParams) -> None:
+    """Check the forced tokens of a request, whose other parameters are resolved.
+
+    Raises:
+        RequestError: invalid_forced_tokens.
+    """
+    forced, stops = sampling.forced_tokens, sampling.stop_token_ids
+    wrong, end = "", len(forced) - 1
+    if len(forced) > sampling.max_tokens:
+        wrong = f"they are {len(forced)}, and at most max_tokens ({sampling.max_tokens}) can follow"
+    elif (first := next((i for i, each in enumerate(forced) if each in stops), end)) < end:
+        wrong = (
+            f"token {forced[first]} at position {first} is a stop token, which would end the "
+            "sample before the rest; leave out the rest, or set ignore_eos"
+        )
+    elif forced[end] in stops and end < sampling.min_tokens:
+        wrong = f"the last one is a stop token, and min_tokens ({sampling.min_tokens}) forbids it"
+    if wrong:
+        raise RequestError(
+            f"forced_tokens can't follow the prompt: {wrong}", code="invalid_forced_tokens"
+        )
+
+
 def result_bytes(
     sampling: SamplingParams, n: int, num_prompt_tokens: int, *, reference: bool = False
 ) -> int:
@@ -262,6 +286,8 @@ def result_bytes(
     """
     logprob = LOGPROB_BYTES * (2 if reference else 1)
     token = TOKEN_ID_BYTES + logprob + TEXT_BYTES + _tops_bytes(sampling.logprobs)
+    if sampling.is_limited:
+        token += LOGPROB_BYTES
     size = COMPLETION_BYTES + num_prompt_tokens * TOKEN_ID_BYTES + n * sampling.max_tokens * token
     if sampling.prompt_logprobs is not None:
         ranks = TOKEN_ID_BYTES if sampling.prompt_logprobs else 0

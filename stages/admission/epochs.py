@@ -28,7 +28,7 @@ from ...bus.envelope import Message
 from ...bus.messages import RequestFinished, RequestOpened
 from ...bus.parts.accounts import RequestTimes
 from ...bus.public import ErrorInfo
-from ...bus.recovery import Fenced, Recovered, RecoveredSample, RecoveryItem
+from ...bus.recovery import Fenced, Recovered, RecoveredSample, RecoveryItem, Retracted
 from ...bus.sections import with_sections
 from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
@@ -143,6 +143,8 @@ class EpochCore:
                 self._finish(entry_id, request_id, now_ns)
             case Recovered(key, samples):
                 self._take_answer(key, samples)
+            case Retracted(key, indices):
+                self._begin_anew(key, indices, now_ns)
             case Cancel():
                 self._cancel(message)
             case CancelAll():
@@ -377,6 +379,14 @@ class EpochCore:
     def _resume(self, item: Unanswered) -> None:
         self._replayed += 1
         self.requests.forward(item, self._answers.get(item.key, ()), self._down_since_ns)
+
+    def _begin_anew(self, key: str, indices: Sequence[int], now_ns: int) -> None:
+        """Send samples into the lane again, whose tokens streaming has dropped."""
+        item = self._ledger.get(key)
+        if item is not None and item.accepted is not None and item.end is None and self._resumed:
+            number = item.accepted.opened.n
+            others = (RecoveredSample(each, (), each not in indices) for each in range(number))
+            self.requests.forward(item, tuple(others), now_ns)
 
     def _run_next_suspect(self) -> None:
         """Run the next suspect once no request runs; open the lane when there is none left."""

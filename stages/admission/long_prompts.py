@@ -39,6 +39,11 @@ def is_long(entry: RequestEntry) -> bool:
     return bool(request.sampling.constraint is not None or request.images or _is_long_text(request))
 
 
+def is_fork(entry: RequestEntry) -> bool:
+    """Return whether an entry's prompt is to be found in another request's output."""
+    return isinstance(entry.request, GenerateRequest) and entry.request.fork is not None
+
+
 def _is_long_text(request: GenerateRequest) -> bool:
     size = len(request.prompt or "")
     if isinstance(request.prediction, str):

@@ -31,6 +31,12 @@ def count_moe(stage: Actor, model: str, number: int) -> None:
     stage.metrics.record(instruments.MOE_REQUESTS, number, {names.REQUEST_MODEL: model})
 
 
+def count_fork(stage: Actor, found: object, number: int = 1) -> None:
+    """Count a fork: its prompt was found, or the error that refuses it."""
+    code = getattr(found, "code", "internal_error") if isinstance(found, Exception) else ""
+    stage.metrics.record(instruments.FORKS, number, {names.ERROR_TYPE: code})
+
+
 @contextmanager
 def compiling(stage: Actor, constraint: Constraint) -> Iterator[None]:
     """Measure the compilation of a constraint in any thread."""
@@ -105,6 +111,8 @@ class EntryTrace:
                 attributes[names.CONSTRAINT] = kind_of(admitted.sampling.constraint)
             if (media := PromptMedia.find(admitted.parts)) is not None:
                 attributes[names.IMAGES] = len(media.items)
+        if (origin := self._entry.origin) is not None:
+            attributes |= {names.FORK_OF: origin.request_id, names.FORK_AT: origin.at}
         self._stage.span(
             request_id_of(self._entry),
             self._parent,
@@ -112,6 +120,7 @@ class EntryTrace:
             attributes,
             error=error,
             own=self._own,
+            links=(self._entry.origin_trace,) if self._entry.origin_trace else (),
         )
 
 

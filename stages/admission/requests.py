@@ -67,6 +67,15 @@ class Incoming:
         entries = self._entries.items()
         return next((key for key, entry in entries if request_id_of(entry) == request_id), None)
 
+    def before(self, key: str, request_id: str) -> str | None:
+        """Return the entry id of a request that was taken before an entry; None for none."""
+        for each, entry in self._entries.items():
+            if each == key:
+                break
+            if request_id_of(entry) == request_id:
+                return entry.entry_id
+        return None
+
     def cancel(self, key: str, cancel: Cancel) -> None:
         """Keep a cancellation."""
         self._cancelled[key] = cancel

@@ -11,7 +11,13 @@ from ...bus.control import ReplicaCapacity
 from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, prompt_too_long
 from ...text.grammar import plain
-from .checks import check_min_tokens, check_result_size, check_sample_seeds, check_targets
+from .checks import (
+    check_forced_tokens,
+    check_min_tokens,
+    check_result_size,
+    check_sample_seeds,
+    check_targets,
+)
 
 
 class SamplingLimits:
@@ -22,6 +28,7 @@ class SamplingLimits:
         self._stop_token_ids = stop_token_ids
         self._max_result_bytes = config.bus.max_result_bytes
         self._has_reference = bool(config.engine.reference_model_path)
+        self._returns_masks = config.engine.return_sampling_mask
 
     def __call__(
         self, request: GenerateRequest, num_prompt_tokens: int, capacity: ReplicaCapacity
@@ -30,7 +37,8 @@ class SamplingLimits:
 
         Raises:
             RequestError: prompt_too_long, exceeds_kv_capacity, invalid_min_tokens,
-                invalid_prompt_logprob_token_ids, invalid_prompt_logprob_start, result_too_large.
+                invalid_prompt_logprob_token_ids, invalid_prompt_logprob_start, result_too_large,
+                invalid_forced_tokens.
         """
         sampling = request.sampling
         most = capacity.max_model_len - num_prompt_tokens
@@ -63,7 +71,11 @@ class SamplingLimits:
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             constraint=None if constraint is None else plain(constraint),
+            return_sampling_mask=sampling.return_sampling_mask
+            or (self._returns_masks and sampling.is_limited),
         )
+        if resolved.forced_tokens:
+            check_forced_tokens(resolved)
         check_result_size(
             resolved,
             request.n,

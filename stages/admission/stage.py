@@ -51,12 +51,14 @@ from .arrivals import Arrival, PromptImage, Step, Tokenized, Tokens
 from .checks import request_id_of
 from .core import AdmissionCore
 from .epochs import EpochCore
+from .forked_prompts import ForkedPrompts
 from .held_images import LEASE_S as IMAGE_LEASE_S
 from .held_images import HeldImages
 from .judging import judge
-from .long_prompts import LongPrompts, is_long
+from .long_prompts import LongPrompts, is_fork, is_long
 from .measures import (
     compiling,
+    count_fork,
     count_images,
     count_moe,
     preparing_images,
@@ -115,6 +117,8 @@ class AdmissionStage(Actor):
         self._long_prompts = LongPrompts()
         images = self.config.images
         self._images = HeldImages(self.bus.store.images, images, durable=self.bus.durable)
+        model = self.config.engine.model_name
+        self._forks = ForkedPrompts(self.bus, self._requests, model, self.first_context)
         # Adapters to unload once no request in flight has them, and the operations to answer then.
         self._decoder: FairDecoder
         self._unloading: list[tuple[str, str]] = []
@@ -147,6 +151,7 @@ class AdmissionStage(Actor):
             self.metrics.record(instruments.DEAD_LETTERED, 0, {names.ERROR_TYPE: code})
         count_moe(self, self.config.engine.model_name, 0)
         count_images(self, 0, 0.0)
+        count_fork(self, None, 0)
 
     async def close(self) -> None:
         self._core.close()
@@ -249,8 +254,9 @@ class AdmissionStage(Actor):
                 await self._or_give_up(effect.key, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
-                if self._images.held:
+                if self._images.held or self._forks.held:
                     await self._images.release(entry_key(entry_id, request_id))
+                    await self._forks.release(entry_key(entry_id, request_id))
             case do.Then(step):
                 await self._handle_locked(step)
             case do.CutShort(cancel):
@@ -266,7 +272,7 @@ class AdmissionStage(Actor):
                 await self.send(at(CONTROL[stage], replica), Reset())
             case do.Renew():
                 lost = await self.bus.requests.renew(self.config.admission.lease_s)
-                self._images.forget(lost)
+                self._forget(lost)
                 await self._handle_locked(partial(self.epochs.renewed, lost))
             case do.Claim(entries, overdue):
                 owners = await self._claim(entries)
@@ -487,6 +493,7 @@ class AdmissionStage(Actor):
         while True:
             if now_ns() >= renew_images_ns:
                 await self._images.renew()
+                await self._forks.renew()
                 renew_images_ns = now_ns() + int(IMAGE_LEASE_S / 3 * 1e9)
             if now_ns() - self.epochs.renewed_ns >= third_ns:
                 await self._keep_leases()
@@ -495,10 +502,15 @@ class AdmissionStage(Actor):
             due_s = (self.epochs.renewed_ns + third_ns - now_ns()) / 1e9
             await anyio.sleep(min(SHED_INTERVAL_S, max(0.0, due_s)))
 
+    def _forget(self, keys: set[str]) -> None:
+        """Leave what is held for these entries to another lane."""
+        self._images.forget(keys)
+        self._forks.forget(keys)
+
     async def _keep_leases(self) -> None:
         lease_s, before_ns = self.config.admission.lease_s, self.epochs.renewed_ns
         lost = await self.bus.requests.renew(lease_s)
-        self._images.forget(lost)
+        self._forget(lost)
         await self._handle(partial(self.epochs.renewed, lost))
         if self.epochs.renewed_ns - before_ns > lease_s * 1e9:
             return  # Redis was away, so other lanes could not renew either
@@ -555,20 +567,32 @@ class AdmissionStage(Actor):
 
     async def _admit_apart(self, arrival: Arrival) -> None:
         """Admit an entry whose prompt takes long to tokenise, while others pass."""
-        tokenized = await self._tokenize(arrival)
-        await self._admit(msgspec.structs.replace(arrival, tokenized=tokenized))
+        arrival = await self._with_prompt(arrival)
+        if arrival.tokenized is None:
+            tokenized = await self._tokenize(arrival)
+            arrival = msgspec.structs.replace(arrival, tokenized=tokenized)
+        await self._admit(arrival)
+
+    async def _with_prompt(self, arrival: Arrival) -> Arrival:
+        """Return an arrival; of a fork, with its prompt, or the error that refuses it."""
+        entry = arrival.entry
+        if not is_fork(entry):
+            return arrival
+        checked = self._check(arrival)
+        if not isinstance(checked, Exception):
+            deadline_ns = entry_deadline_ns(entry, arrival.received_ns)
+            resolve = partial(self._forks.resolve, entry)
+            checked = await self._long_prompts.wait(entry, deadline_ns, resolve)
+        count_fork(self, checked)
+        if isinstance(checked, RequestEntry):
+            return msgspec.structs.replace(arrival, entry=checked)
+        return msgspec.structs.replace(arrival, tokenized=checked)
 
     async def _tokenize(self, arrival: Arrival) -> Tokenized:
         entry, received_ns = arrival.entry, arrival.received_ns
-        owner = self._requests.owner_of(request_id_of(entry), arrival.owner)
-        try:
-            request, _ = self._core.check(
-                entry, received_ns - entry.waited_ns, now_ns(), owner=owner
-            )
-        except Exception as error:
-            if not is_of_the_entry(error):
-                raise
-            return error
+        request = self._check(arrival)
+        if isinstance(request, Exception):
+            return request
         deadline_ns = entry_deadline_ns(entry, received_ns)
         run = partial(self._long_prompts.run, entry, deadline_ns)
         tokenize = self._compile_and_tokenize
@@ -585,6 +609,18 @@ class AdmissionStage(Actor):
                 return loaded
             images = loaded
         return await run(partial(tokenize, media=images))
+
+    def _check(self, arrival: Arrival) -> GenerateRequest | Exception:
+        """Check all of a request but its texts; return it, or the error that refuses it."""
+        entry = arrival.entry
+        owner = self._requests.owner_of(request_id_of(entry), arrival.owner)
+        received_ns = arrival.received_ns - entry.waited_ns
+        try:
+            return self._core.check(entry, received_ns, now_ns(), owner=owner)[0]
+        except Exception as error:
+            if not is_of_the_entry(error):
+                raise
+            return error
 
     async def _load_images(
         self, entry: RequestEntry, request: GenerateRequest
@@ -622,4 +658,4 @@ class AdmissionStage(Actor):
 
     def _takes_long(self, entry: RequestEntry) -> bool:
         """Return whether an entry is to be tokenised apart, while others pass."""
-        return is_long(entry) and self._core.may_fit(entry)
+        return is_fork(entry) or (is_long(entry) and self._core.may_fit(entry))

@@ -261,6 +261,9 @@ class StreamingCore:
             self._start(started, step, deliveries)
         for hook in self._parts.stepped:
             hook(step)
+        for cut in self._parts.cut:
+            for sample, anew in cut(step):
+                self._cut(sample, step, deliveries, anew=anew)
         for cancel in step.failed:
             # Batching has no report of the failure.
             if (request := self._requests.get(cancel.request_id)) is not None:
@@ -273,6 +276,25 @@ class StreamingCore:
         for cancel in step.ended:
             self._end(cancel, deliveries)
         return deliveries
+
+    def _cut(self, sample: Sample, step: Step, deliveries: Deliveries, *, anew: bool) -> None:
+        """End a running sample, or drop its tokens and have it begin anew."""
+        request = sample.request
+        deliveries.halts.append(sample.seq_id)
+        if anew:
+            del self._running[sample.seq_id]
+            for retracted in self._parts.retracted:
+                retracted(sample, step)
+            for stopped in self._parts.stopped:
+                stopped(sample)
+            sample.begin_anew()
+            deliveries.retracted.setdefault(request.key, []).append(sample.index)
+            return
+        text = sample.abort()
+        if request.info.stream:
+            chunk = sample.chunk(len(sample.token_ids), text)
+            deliveries.add(request.info.request_id, chunk)
+        self._finish(sample, 0, deliveries)
 
     def _start(self, started: StartedSequence, step: Step, deliveries: Deliveries) -> None:
         """Start a sequence, or continue it after a preemption, when nothing is counted again."""

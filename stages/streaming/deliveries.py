@@ -45,6 +45,7 @@ class Deliveries:
         halts: Sequences that met a stop string, which the executor still runs.
         ended: Requests that have ended, one for each Completion in `outputs`.
         to_score: Finished samples that the reference model is to score.
+        retracted: Indices of samples that are to begin anew, by `entry_key` of their entry.
         unasked: Entries, by `entry_key`, that run anew though an older epoch has begun them.
     """
 
@@ -55,6 +56,7 @@ class Deliveries:
     ended: list[EndedRequest] = field(default_factory=list)
     to_score: list[ScoreSample] = field(default_factory=list)
     unasked: list[str] = field(default_factory=list)
+    retracted: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, key: str, output: Output) -> None:
         """Add an output of a request."""

@@ -177,6 +177,17 @@ class Sample:
             self.texts.append(text)
         return text
 
+    def begin_anew(self) -> None:
+        """Drop all tokens."""
+        self.seq_id = self.weight_version = -1
+        self.adapter_version = self.first_adapter_version = self._num_read = 0
+        kept = self.token_ids, self.logprobs, self.top_logprobs, self.texts, self.weight_versions
+        for each in kept:
+            each.clear()  # type: ignore[attr-defined]
+        self.fields.clear()
+        self.columns.clear()
+        self.__post_init__()
+
     def set_adapter(self, version: int) -> None:
         """Set the version of the adapter that computes the next tokens."""
         if not self.token_ids:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import anyio.to_thread
@@ -14,7 +14,7 @@ from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, FINISHED, HALTS, at
 from ...bus.messages import RequestFinished, RequestOpened
 from ...bus.public import Completion, CompletionChunk, Output, OutputBatch
-from ...bus.recovery import Fenced, Recover, RecoveryItem
+from ...bus.recovery import Fenced, Recover, RecoveryItem, Retracted
 from ...bus.steps import StepResult
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, now_ns
@@ -154,13 +154,21 @@ class StreamingStage(Actor):
                     self._throughput.first_token(timings.first_token_ns - timings.received_ns)
         if unasked:  # in a new epoch, admission recovers what there is
             await self.send(FINISHED, Fenced(tuple(unasked)), epoch=epoch)
+        for key, indices in (pair for each in deliveries for pair in each.retracted.items()):
+            await self.send(FINISHED, Retracted(key, tuple(indices)), epoch=epoch)
         # First, since they free the device from work without use.
         for replica, seq_ids in halts.items():
             await self.send(at(HALTS, replica), StopSequences(tuple(seq_ids)), epoch=epoch)
         for each in deliveries:
             await self._score(each.to_score, each.replica, epoch)
+        all_ended = [ended for each in deliveries for ended in each.ended]
+        turns = [each.completion for each in all_ended if each.completion.session is not None]
+        if turns:
+            await self._keep_turns(turns, epoch)
         lost = await self._deliver(outputs, epoch) if outputs else frozenset()
-        for ended in (ended for each in deliveries for ended in each.ended):
+        if lost and turns:
+            await self._keep_turns(turns, epoch, lost)
+        for ended in all_ended:
             completion = ended.completion
             if entry_key(completion.entry_id, completion.request_id) not in lost:
                 # Of no epoch: a delivered Completion stays delivered in the next epoch.
@@ -173,6 +181,19 @@ class StreamingStage(Actor):
             else:
                 self._accounts.unbill(completion.usage.billed_ns or 0)
             trace_end(self, ended)
+
+    async def _keep_turns(
+        self, turns: Sequence[Completion], epoch: int, lost: Collection[str] = ()
+    ) -> None:
+        """Keep completions in the token trees of their sessions; delete those that are `lost`."""
+        from ...bus.trees import forget, keep
+
+        trees = self.bus.store.trees
+        if not lost:
+            await keep(trees, turns, epoch)
+        else:
+            keys = {entry_key(each.entry_id, each.request_id): each for each in turns}
+            await forget(trees, [keys[key] for key in keys.keys() & set(lost)], epoch)
 
     async def _deliver(self, outputs: OutputBatch, epoch: int) -> frozenset[str]:
         """Write outputs; return the entries whose streams accept nothing from this epoch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -123,6 +124,10 @@ class _KnownCommands(AsyncCommandsParser):
         await super().initialize(node)
         known.update(self.commands)
         self.commands = known
+
+
+_NO_HELLO = re.compile("unknown command.*hello", re.IGNORECASE)
+"""Redis 5 on the first command of each connection."""
 
 
 class Server:
@@ -272,7 +277,7 @@ class Server:
                 detail=f"Redis at {self.name} has no database of that number; write 0, or raise "
                 "`databases` in its configuration",
             )
-        if "unknown command" in str(error).lower() and "HELLO" in str(error):
+        if _NO_HELLO.search(str(error)):
             return _too_old(self.name, "before 6")
         if isinstance(error, exceptions.NoPermissionError):
             return BusError(

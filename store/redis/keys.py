@@ -13,6 +13,7 @@
                            `incarnation`, `sequence`, and `batch` (KVEventBatch as msgpack)
 {prefix}:dead              stream of dead letters: `json` (a DeadLetter)
 {prefix}:own:{request_id}  the entry that owns this request id, while it is in use
+{prefix}:fork:{entry}      the prompt of a fork in flight, and where it began (internal)
 {prefix}:epoch             counter
 {prefix}:openings:{lane}   hash, by role the number of the process that opened it last (internal)
 {prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
@@ -28,6 +29,11 @@
 {prefix}:stored:{tenant}   hash, bytes of the tenant's durable calls by the period in which they
                            expire (internal)
 {prefix}:stored            the same, of all tenants (internal)
+{prefix}:tree:{digest}     hash, a session's token tree: its turns, and blocks of their prompts
+                           (internal)
+{prefix}:trees:{tenant}    hash, bytes of the tenant's token trees by the period in which they
+                           expire (internal)
+{prefix}:trees             the same, of all tenants (internal)
 {prefix}:attended          sorted set, until when each durable call is attached (internal)
 {prefix}:policy            hash, the policy: `document` and its `version` (internal)
 
@@ -117,6 +123,7 @@ class Keys:
         self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")
         self.attended = self._key("attended")
         self.stored_of_all = self._key("stored")
+        self.trees_of_all = self._key("trees")
         self._limits = self._key("limits")
         self.limits_servers = beside(self._limits, "servers")
         self.policy = self._key("policy")
@@ -141,6 +148,10 @@ class Keys:
     def own(self, key: str) -> bytes:
         """Return the key that holds the owner of a request id."""
         return self._key(f"own:{key}")
+
+    def fork(self, entry: str) -> bytes:
+        """Return the key that holds the prompt of a fork, by the key of its entry."""
+        return self._key(f"fork:{entry}")
 
     def told(self, key: str, entry_id: str) -> bytes:
         """Return the mark of an entry whose terminal message is in the results stream.
@@ -169,6 +180,16 @@ class Keys:
     def stored(self, tenant: str) -> bytes:
         """Return the sizes of a tenant's durable calls."""
         return self._key(f"stored:{tenant}")
+
+    def tree(self, tenant: str, session: str) -> bytes:
+        """Return a session's token tree. Models have token ids, and so trees, of their own."""
+        text = "".join(f"{len(part)}:{part}" for part in (self.model, tenant, session))
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        return self._key(f"tree:{digest}")
+
+    def trees(self, tenant: str) -> bytes:
+        """Return the sizes of a tenant's token trees."""
+        return self._key(f"trees:{tenant}")
 
     def limit(self, name: str, window_s: int) -> bytes:
         """Return the usage of a limit; another window has a key of its own. 0: concurrency."""

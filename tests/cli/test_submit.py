@@ -78,6 +78,17 @@ def test_json(run: Run, on_served: Config) -> None:
     assert [len(sample.token_ids) for sample in completion.samples] == [1, 1]
 
 
+def test_a_fork_goes_on_after_a_token(run: Run, on_served: Config) -> None:
+    (parent,) = completions(run("submit", "98 + 25 =", "--json").stdout)
+    whole = parent.samples[0]
+    ran = run("submit", "--fork", parent.request_id, "--at", "1", "--json")
+    (fork,) = completions(ran.stdout)
+    assert fork.prompt_token_ids == (*parent.prompt_token_ids, whole.token_ids[0])
+    assert (whole.token_ids[0], *fork.samples[0].token_ids) == whole.token_ids
+    assert_refused(run("submit", "a", "--fork", parent.request_id, "--at", "1"), "takes no text")
+    assert_refused(run("submit", "--fork", parent.request_id), "--at")
+
+
 def test_refused_request(run: Run, on_served: Config) -> None:
     ran = run("submit", "x", "-n", "0")
     assert (ran.status, ran.stdout) == (1, "")

@@ -9,6 +9,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from ....bus.public import (
     Completion,
     CompletionChunk,
@@ -74,6 +76,8 @@ class ChoicesWriter:
         """Return the whole answer. Args: `completions` are in the order of the prompts."""
         choices: list[Answer] = []
         reasoning = 0
+        if self.call.fork is not None:
+            self.prompts = [completion.prompt_token_ids for completion in completions]
         for prompt, completion in enumerate(completions):
             prompt_logprobs = self._prompt_logprobs(prompt, completion)
             for sample in all_samples(completion, self.call.n):
@@ -90,6 +94,8 @@ class ChoicesWriter:
         reads = self.call.reading is not None
         usage = self.usage(completions, reasoning if reads else None)
         answer |= {"choices": choices, "usage": usage}
+        if self.call.fork is not None and (origin := completions[0].fork) is not None:
+            answer["fork"] = msgspec.to_builtins(origin)
         if self.call.kind != "generate":
             answer |= _UNSET | (_UNSET_OF_CHATS if self.call.chat else {})
         if self.call.chat and self.call.token_ids:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from ....bus.public import FinishReason, KVSession, SessionAction
+from ....bus.public import FinishReason, Fork, KVSession, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING
@@ -174,6 +174,7 @@ class CompletionBody(TextBody, frozen=True, kw_only=True):
     }
 
     prompt: Prompts | None = None
+    fork: Fork | None = None
     max_tokens: Int64 = 16
     logprobs: Int64 | bool | None = None
     truncation_side: Literal["left", "right"] = "left"
@@ -275,6 +276,7 @@ class GenerateBody(StreamedBody, frozen=True, kw_only=True):
     }
 
     token_ids: list[Int64] | None = None
+    fork: Fork | None = None
     sampling_params: dict[str, Any] = {}
     request_id: str = ""
 

@@ -24,6 +24,7 @@ from ...serving.begun_calls import Attach, BegunCalls, Found, keyed, last_event_
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
 from ...serving.prepared import Prepared, about_tools, check_request, prepare, truncated
+from ...serving.request_ids import ids_of
 from ...serving.services import Services
 from ...serving.submissions import Take
 from .answers import Answer, ChoicesWriter
@@ -92,6 +93,16 @@ async def prompts_cut(
     return [await cut(each) for each in prompts]
 
 
+async def forked(services: Services, call: Call, wanted: ChoicesCall) -> ChoicesCall:
+    """Return a call; a fork with its parent's id on the bus, of which the caller knows its name."""
+    if (fork := wanted.fork) is None:
+        return wanted
+    results, ids = services.client.bus.results, ids_of(call.caller, fork.request_id)
+    found = [id for id in ids if await results.last(id, "") is not None]
+    fork = msgspec.structs.replace(fork, request_id=(found or ids[-1:])[0])
+    return msgspec.structs.replace(wanted, fork=fork)
+
+
 class GenerationCalls:
     """The endpoints."""
 
@@ -100,8 +111,9 @@ class GenerationCalls:
         self._begun = BegunCalls(services.durable, ChoicesRecord)
 
     async def completions(self, call: Call) -> Response:
-        asked = await self._asked(call)
-        wanted, prompts = read_completion(asked.body, self._services.config)
+        services, asked = self._services, await self._asked(call)
+        wanted, prompts = read_completion(asked.body, services.config)
+        wanted = await forked(services, call, wanted)
         return await self._resumed(asked, wanted) or await self._answer(asked, wanted, prompts)
 
     async def chat(self, call: Call) -> Response:
@@ -121,6 +133,7 @@ class GenerationCalls:
     async def tokens(self, call: Call) -> Response:
         services, asked = self._services, await self._asked(call)
         wanted, prompt = read_generate(asked.body, services.config, await services.length.get())
+        wanted = await forked(services, call, wanted)
         return await self._resumed(asked, wanted) or await self._answer(asked, wanted, [prompt])
 
     async def stream(self, call: Call) -> Response:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ....bus.public import GenerateRequest, ImageInput
+from ....bus.public import Fork, GenerateRequest, ImageInput
 from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
 from ...server.http import FieldError, field_error
@@ -25,6 +25,7 @@ Kind = Literal["completions", "chat", "generate"]
 _ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "generate": "gen-"}
 
 _LONGEST_NAME = 256
+_FORK = "invalid_fork"
 _TARGETS = "prompt_logprob_token_ids"
 
 
@@ -52,6 +53,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         before: The text before that of each of a chat's choices: with echo the last message.
         truncation: As of `serving.prepared.truncated`; None for prompts that are taken whole.
         truncation_side: Likewise.
+        fork: The place in another request at which its one request begins; None for prompts.
     """
 
     kind: Kind
@@ -74,6 +76,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     before: str = ""
     truncation: int | None = None
     truncation_side: Literal["left", "right"] = "left"
+    fork: Fork | None = None
 
     @property
     def chat(self) -> bool:
@@ -114,17 +117,20 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         images: tuple[ImageInput, ...] = (),
     ) -> GenerateRequest:
         """Return the request for one of so many prompts; one with images is a conversation."""
+        is_text, forks = isinstance(prompt, str), self.fork is not None
         return GenerateRequest(
             request_id=self.request_id(place, prompts),
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=None if isinstance(prompt, str) else prompt,
+            prompt=prompt if is_text and not forks else None,  # type: ignore[arg-type]
+            prompt_token_ids=None if is_text or forks else prompt,  # type: ignore[arg-type]
+            fork=self.fork,
             n=self.n,
             sampling=self.sampling,
             stream=self.fields.stream,
             priority=engine_priority(self.fields.priority),
             tenant=tenant,
             cache_salt=self.fields.cache_salt,
-            model=self.adapter,
+            # A fork that names none has its parent's.
+            model=self.adapter or (self.model if forks else ""),
             prediction=self.prediction or None,
             kv_session=self.fields.kv_session,
             images=images,
@@ -188,7 +194,7 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
         RequestError: A field can't be obeyed.
     """
     fields = read_part(body, CompletionBody)
-    prompts = prompts_of(fields.prompt)
+    prompts = [()] if fields.fork is not None else prompts_of(fields.prompt)
     scores_only = fields.max_tokens == 0 and fields.echo
     # As a number in vLLM: true is 1, and false is none.
     top = None if fields.logprobs is False else fields.logprobs
@@ -211,7 +217,10 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
         echo=fields.echo,
         add_special_tokens=fields.add_special_tokens,
         truncation_side=fields.truncation_side,
+        fork=fields.fork,
     )
+    if call.fork is not None:
+        _check_fork(call, "prompt", fields.prompt)
     _check_number(call.n, len(prompts), config.gateway.max_prompts)
     if len(prompts) > 1 and call.fields.kv_session is not None:
         raise field_error("kv_session", "takes one prompt", code="invalid_kv_session")
@@ -276,7 +285,7 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
     """
     fields = read_part(body, GenerateBody)
     own, sampling = read_sampling_params(fields.sampling_params, "sampling_params", max_model_len)
-    if not fields.token_ids:
+    if not fields.token_ids and fields.fork is None:
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
     prompt_logprobs = sampling.prompt_logprobs is not None
     _check_stream(fields, prompt_logprobs, "sampling_params.prompt_logprobs")
@@ -289,9 +298,38 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
         prompt_logprobs=prompt_logprobs,
         token_ids=True,
         named=_named(fields.request_id),
+        fork=fields.fork,
     )
+    if call.fork is not None:
+        _check_fork(call, "token_ids", fields.token_ids)
     _check_number(call.n, 1, config.gateway.max_prompts, "sampling_params.n")
-    return call, tuple(fields.token_ids)
+    return call, tuple(fields.token_ids or ())
+
+
+def _check_fork(call: ChoicesCall, field: str, prompt: object) -> None:
+    """Refuse what needs the prompt of a fork before there is an answer.
+
+    Args:
+        field: The field for the prompt.
+        prompt: Its value.
+
+    Raises:
+        FieldError: invalid_fork.
+    """
+    options = call.fields.stream_options
+    needs_prompt = {
+        "echo": call.echo,
+        "return_token_ids": call.token_ids and call.kind == "completions",
+        "stream_options.continuous_usage_stats": bool(options.continuous_usage_stats),
+    }
+    if prompt:
+        raise field_error(field, "is the other request's in a fork; leave it out", code=_FORK)
+    if call.truncation is not None:
+        raise field_error("truncate_prompt_tokens", "can't cut a fork's prompt", code=_FORK)
+    for name, is_given in needs_prompt.items():
+        if is_given and call.fields.stream:
+            wrong = "needs the prompt, which a fork's stream doesn't have; ask without stream"
+            raise field_error(name, wrong, code=_FORK)
 
 
 def _common(fields: StreamedBody, config: Config, kind: Kind) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def sglang_routes(services: Services) -> list[PolicyRoute]:
         PolicyRoute("POST /update_weights_from_disk", "weights", weights.from_disk),
         PolicyRoute("POST /update_weights_from_distributed", "weights", weights.from_distributed),
         PolicyRoute("POST /update_weights_from_tensor", "weights", weights.from_tensor),
+        PolicyRoute("POST /pull_weights", "weights", weights.pull),
         PolicyRoute("POST /update_weight_version", "weights", weights.rename),
         PolicyRoute("POST /load_lora_adapter", "weights", weights.load_adapter),
         PolicyRoute("POST /unload_lora_adapter", "weights", weights.unload_adapter),

@@ -5,14 +5,22 @@ from __future__ import annotations
 from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import anyio
 import anyio.to_thread
 import msgspec
 
 from ....bus.control import MEMORY_TAGS, MemoryTag
-from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
+from ....bus.weights import (
+    ArcFormat,
+    ArcWeights,
+    FolderWeights,
+    GroupWeights,
+    InFlight,
+    TensorMeta,
+    WeightsSource,
+)
 from ....config import Int64, NanoInferenceError, RequestError, field_error, shown
 from ....config.temporary import temporary_folder
 from ...call import Call
@@ -20,6 +28,7 @@ from ...server.http import JsonResponse, Response, decode_object, error_response
 from ...serving.fields import RefusedField, read_part
 from ...serving.model_names import alias_of
 from ...serving.services import Services
+from .pull import pull_weights
 from .requests import read_sglang_object
 
 _BY_ITSELF = "the engine itself frees memory and records graphs"
@@ -88,9 +97,18 @@ class DistributedBody(UpdateBody, frozen=True, kw_only=True):
 
 
 class DiskBody(UpdateBody, frozen=True, kw_only=True):
-    """`/update_weights_from_disk`."""
+    """`/update_weights_from_disk`. `base_version` is ours, for deltas in arc formats."""
 
     model_path: str
+    base_version: Int64 | None = None
+
+
+class PullBody(msgspec.Struct, frozen=True):
+    """`/pull_weights`, slime's."""
+
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: Int64
 
 
 class TensorBody(UpdateBody, frozen=True, kw_only=True):
@@ -196,10 +214,26 @@ class WeightCalls:
 
     async def from_disk(self, call: Call) -> Response:
         body = await self._read(call, DiskBody)
-        _check_update(body, formats=("", "auto", "safetensors"))
-        return await self._take(
-            FolderWeights(body.model_path), body, whole=True, num_paused_requests=0
+        arcs: tuple[ArcFormat, ...] = get_args(ArcFormat)
+        _check_update(body, formats=("", "auto", "safetensors", *arcs))
+        source: WeightsSource = FolderWeights(body.model_path)
+        for arc in arcs:
+            if body.load_format == arc:
+                if body.base_version is None:
+                    raise field_error("base_version", "is missing: give the version it changes")
+                source = ArcWeights(body.model_path, body.base_version, arc)
+        return await self._take(source, body, whole=True, num_paused_requests=0)
+
+    async def pull(self, call: Call) -> Response:
+        """Bring a local checkpoint to a published version. It is put in place by `from_disk`."""
+        body = await self._read(call, PullBody)
+        local, source = Path(body.local_checkpoint_dir), Path(body.source_dir)
+        base = self._services.config.engine.model_folder
+        target = body.target_version
+        pulling = anyio.to_thread.run_sync(
+            pull_weights, local, base, source, target, limiter=self._unpacking
         )
+        return await _outcome(pulling, lambda _: f"version {target} is in {local}")
 
     async def from_tensor(self, call: Call) -> Response:
         """Tensors in the body. They go on in a file, which takes executors on this machine."""

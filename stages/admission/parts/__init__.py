@@ -105,9 +105,11 @@ def make_parts(
     from .adapters import Adapters
     from .constraints import Constraints
     from .embeddings import Embeddings
+    from .forks import Forks
     from .images import Images
     from .sessions import Sessions
     from .speculation import Predictions
+    from .version_lag import VersionLags
 
     engine = config.engine
     has_reference = bool(engine.reference_model_path)
@@ -120,6 +122,8 @@ def make_parts(
         Constraints(config, tokenizer),
         Predictions(engine),
         Accounts(),
+        Forks(),
+        VersionLags(),
     ]
     if has_reference:
         from .scoring import Reference
@@ -129,6 +133,14 @@ def make_parts(
         from .recipes import Recipes
 
         parts.append(Recipes())
+    if config.bus.trees_max_bytes:
+        from .trees import Trees
+
+        parts.append(Trees())
+    else:
+        from .trees_off import NoTrees
+
+        parts.append(NoTrees())
     if engine.response_cache_bytes:
         from .responses import Responses
 

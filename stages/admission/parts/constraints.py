@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ....bus.control import ReplicaCapacity
 from ....bus.entries import Malformed
 from ....bus.public import GenerateRequest
-from ....config import Config
+from ....config import Config, RequestError
 from ....text.grammar import GrammarCompiler, check_size
 from . import Part
 
@@ -38,17 +38,27 @@ class Constraints(Part):
             check_size(request.sampling.constraint, self._max_bytes)
 
     def knows(self, request: GenerateRequest | Malformed) -> bool:
-        """Return whether `prepare` is quick: no constraint, or one that was checked before."""
+        """Return whether `prepare` is quick: no constraint, or one that was checked before and has
+        no tokens to follow."""
         if isinstance(request, Malformed) or request.sampling.constraint is None:
             return True
+        if request.sampling.forced_tokens:
+            return False
         return self._grammars is not None and self._grammars.knows(request.sampling.constraint)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Compile and check a request's constraint.
 
         Raises:
-            RequestError: invalid_constraint.
+            RequestError: invalid_constraint, invalid_forced_tokens.
         """
         assert request.sampling.constraint is not None, "only a request with one"
         assert self._grammars is not None, "set_capacity and check come before"
-        self._grammars.check(request.sampling.constraint)
+        constraint, forced = request.sampling.constraint, request.sampling.forced_tokens
+        self._grammars.check(constraint)
+        if forced and (allowed := self._grammars.num_allowed(constraint, forced)) < len(forced):
+            raise RequestError(
+                f"forced_tokens can't follow the prompt: the constraint forbids token "
+                f"{forced[allowed]} at position {allowed}; leave out one of both",
+                code="invalid_forced_tokens",
+            )

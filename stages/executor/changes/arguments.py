@@ -9,8 +9,11 @@ import os
 
 from ....bus import control
 from ....bus.weights import (
+    ArcWeights,
+    DeltaWeights,
     FolderWeights,
     GroupWeights,
+    PastWeights,
     SharedMemoryWeights,
     StagedWeights,
     WeightsSource,
@@ -35,7 +38,7 @@ Operation = (
 LONGEST_WAIT_S = 86_400.0
 """One day: within the range of clocks and sockets."""
 
-_NAMES = ("part_of", "prepare_as", "prepared", "group", "key", "update")
+_NAMES = ("part_of", "prepare_as", "prepared", "group", "key", "update", "run")
 _LONGEST_NAME = 256
 _LONGEST_PATH_BYTES = 4096  # Linux's
 _LONGEST_HOST = 253  # DNS's
@@ -97,7 +100,7 @@ def check_path(path: str) -> None:
 
 def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -> None:
     match source:
-        case FolderWeights(path):
+        case FolderWeights(path=path) | ArcWeights(path=path):
             check_path(path)
         case SharedMemoryWeights(segments, tensors):
             limits.check_tensors(len(tensors))
@@ -106,8 +109,10 @@ def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -
                     f"{len(tensors)} tensors are in {len(segments)} segments; name only "
                     "segments with a tensor"
                 )
-        case GroupWeights(tensors=tensors):
+        case GroupWeights(tensors=tensors) | DeltaWeights(tensors=tensors):
             limits.check_tensors(len(tensors))
+        case PastWeights(version=version):
+            _check_version(version)
 
 
 def _check_join(wish: control.JoinWeightsGroup) -> None:

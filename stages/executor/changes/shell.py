@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....bus.control import (
     AdaptersChanged,
     FinishUpdate,
@@ -100,6 +102,8 @@ class StagedChanges:
             AdapterError: An adapter of the settings can't be loaded.
         """
         await self._perform(self.core.succession.begin_epoch(leader))
+        if self._weights.log is not None:
+            self._weights.log.begin_run(leader)
         if leader == self._leader:
             return
         first, self._leader = not self._leader, leader
@@ -260,6 +264,9 @@ class StagedChanges:
 
     async def _remember(self, weights: WeightsInPlace) -> None:
         record = self.actor.bus.store.weights
+        if (log := self._weights.log) is not None:
+            digest = log.writer.digest_of(weights.version)
+            weights = replace(weights, log=log.writer.run if digest else "", digest=digest)
         try:
             if supersedes(weights, await record.read()):
                 await record.put(weights)
@@ -276,7 +283,8 @@ class StagedChanges:
             return None
 
     async def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
-        self.restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
+        where = weights.folder or f"the log of weights, run {weights.log}"
+        self.restoring = f"it reads the weights of version {weights.version} from {where}"
         try:
             async with asyncio.timeout(_RESTORE_S):
                 with _as_refusal():
@@ -348,16 +356,23 @@ class StagedChanges:
             case do.Fetch(_, update):
                 started = now_ns()
                 fetched: do.Fetched = await self._in_background(self._weights.fetch, update)
-                self.actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                record = self.actor.metrics.record
+                record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                record(instruments.WEIGHT_BYTES, fetched.amount[0])
+                record(instruments.WEIGHT_ELEMENTS, fetched.amount[1])
                 return fetched
             case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)
-                return do.Fetched(prepared, origin, weights.covers(prepared), base=base)
+                fetched = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
+                return await self._in_background(self._weights.logged, fetched)
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):
                 is_partial = update.partial or fetched.base is not None
                 start = partial(weights.start_sync, partial=is_partial, base=fetched.base)
+                if fetched.prepared is not None:
+                    version = await self.on_torch(weights.check_version, version)
+                    await self._in_background(self._weights.commit, fetched, version)
                 counted: int = await self.on_torch(start, fetched.tensors, version)
                 return counted
             case do.StageAdapter(_, load):
@@ -425,11 +440,13 @@ def replaces_weights(operation: Operation) -> bool:
 
 
 def _read_again(record: WeightsInPlace, part: WeightChanges) -> Mapping[str, NewWeight]:
-    """Return the weights that an earlier executor read from a folder.
+    """Return the weights that an earlier executor had, from their folder or the log.
 
     Raises:
         WeightsError: They are gone.
     """
+    if part.log is not None and record.log:
+        return part.log.catch_up(record.log, record.version, record.digest)
     if not record.folder:
         raise WeightsError("they were not read from one folder")
     check_path(record.folder)

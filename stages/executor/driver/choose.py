@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import TopLogprobs
-from ....bus.parts.columns import NO_COLUMNS, SUPPORT_LOGPROBS, Columns, columns_of
+from ....bus.parts.columns import (
+    NO_COLUMNS,
+    SAMPLING_MASKS,
+    SUPPORT_LOGPROBS,
+    Columns,
+    columns_of,
+)
 from ..runner.interface import IntArray
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
@@ -56,11 +62,15 @@ class TokenChooser(NamedTuple):
         table: The sequences.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
+        most_in_mask: Most ids in a sampling mask.
+        reports: Whether anything is reported beside tokens and logprobs.
     """
 
     table: SequenceTable
     raw: bool
     kernels: bool
+    most_in_mask: int = 0
+    reports: bool = True
 
     def choose(
         self, model_logits: Tensor, places: Places, masks: PendingMasks | None = None
@@ -96,16 +106,32 @@ class TokenChooser(NamedTuple):
                 upload(top_p) if (top_p < 1).any() else None,
                 upload(min_p) if min_p.any() else None,
             )
-        tokens, logprobs, support_logprobs = sample_rows(
-            logits, temperatures, numbers, limits, kernels=kernels
+        masked = table.masks[rows]
+        keeps = self.reports and bool(masked.any())
+        choice = sample_rows(
+            logits, temperatures, numbers, limits, kernels=kernels, keep_weights=keeps
         )
-        columns: dict[str, tuple[Any, ...]] = {}
-        if support_logprobs is not None:
-            values = zip(limited.tolist(), support_logprobs.tolist(), strict=True)
-            columns[SUPPORT_LOGPROBS] = tuple([value if has else None for has, value in values])
+        tokens, logprobs = choice.tokens, choice.logprobs
+        if table.num_forced[rows].any():
+            which, ids = map(upload, table.forced_at(places))
+            tokens = tokens.index_copy(0, which, ids)
+            scaled = logits[which], temperatures[which], ids[:, None]
+            given = gather_logprobs(*scaled, kernels=kernels)
+            logprobs = logprobs.index_copy(0, which, given[:, 0])
         if self.raw:
             logits, temperatures = model_logits, torch.ones_like(temperatures)
             logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
+        if not self.reports:
+            return ChosenTokens(tokens, logprobs)
+        columns: dict[str, tuple[Any, ...]] = {}
+        if choice.support_logprobs is not None:
+            values = zip(limited.tolist(), choice.support_logprobs.tolist(), strict=True)
+            columns[SUPPORT_LOGPROBS] = tuple([value if has else None for has, value in values])
+        if keeps:
+            from .support import sampling_masks
+
+            own = choice, masked, temperature == 0
+            columns[SAMPLING_MASKS] = sampling_masks(*own, self.most_in_mask)
         counts = table.num_logprobs[rows]
         tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
         return ChosenTokens(tokens, logprobs, tops, columns)

@@ -136,11 +136,14 @@ class Choice(NamedTuple):
         support_logprobs: `[batch]` float32, the log of the probability mass that the limits leave:
             0 in a row without limits, and the token's own logprob at temperature 0. None if no row
             has limits.
+        weights: `[batch, vocab]` float32, above 0 for the tokens that can be sampled at a
+            temperature above 0; None if they were not to be kept.
     """
 
     tokens: Tensor
     logprobs: Tensor
     support_logprobs: Tensor | None = None
+    weights: Tensor | None = None
 
 
 class _Restricted(NamedTuple):
@@ -152,10 +155,16 @@ class _Restricted(NamedTuple):
 
 @torch.no_grad()
 def sample_rows(
-    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Limits, *, kernels: bool
+    logits: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor | None,
+    limits: Limits,
+    *,
+    kernels: bool,
+    keep_weights: bool = False,
 ) -> Choice:
     """Sample like `sample_with_logprobs`, with checked arguments."""
-    whole = kernels and limits == NO_LIMITS
+    whole = kernels and limits == NO_LIMITS and not keep_weights
     if whole and (uniforms is not None or not temperatures.any()):
         numbers = None if uniforms is None else uniforms.double()
         tokens, logprobs = cpu.sample(logits.float(), temperatures.float(), numbers, BLOCK)
@@ -164,18 +173,20 @@ def sample_rows(
         return Choice(tokens, logprobs)
     scaled = scale_logits(logits.float(), temperatures, kernels=kernels)
     greedy = temperatures == 0
-    tokens, restricted = scaled.first_largest, None
+    tokens, restricted, weights = scaled.first_largest, None, None
     if not bool(greedy.all()):
         if uniforms is None:
             uniforms = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
         restricted = _restrict(scaled, limits)
         weights = None if restricted is None else restricted.weights
         tokens = torch.where(greedy, tokens, _inverse_cdf(scaled, weights, uniforms))
-    logprobs = scaled.logprobs(tokens[:, None])[:, 0]
-    if limits == NO_LIMITS:
-        return Choice(tokens, logprobs)
-    shares = torch.zeros_like(logprobs) if restricted is None else restricted.log_shares
-    return Choice(tokens, logprobs, torch.where(greedy, logprobs, shares))
+    logprobs, shares = scaled.logprobs(tokens[:, None])[:, 0], None
+    if keep_weights and weights is None:
+        weights = scaled.weights()
+    if limits != NO_LIMITS:
+        shares = torch.zeros_like(logprobs) if restricted is None else restricted.log_shares
+        shares = torch.where(greedy, logprobs, shares)
+    return Choice(tokens, logprobs, shares, weights if keep_weights else None)
 
 
 @torch.no_grad()

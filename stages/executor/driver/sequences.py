@@ -74,6 +74,9 @@ class SequenceTable:
         limited: Whether top_k, top_p or min_p restricts the choice.
         plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
         num_logprobs: Top tokens to report beside each sampled one.
+        masks: Whether the sampling mask of each token is reported.
+        num_forced: The number of forced tokens.
+        forced: Per row, the forced tokens.
         scores: Whether logits at positions of the prompt are still to be read for logprobs.
         prompt_logprobs: Likewise for the prompt, -1 if its logprobs are not requested; valid while
             `scores`, as the next two.
@@ -87,7 +90,7 @@ class SequenceTable:
         incomplete: Whether the sequence ends before the end of its grammar.
         adapter: The adapter's slot, from `AdapterTable.slot_of`.
         pools: Whether the prompt's vector is requested, and no token.
-        prediction: Per row, the client's predicted output.
+        prediction: Per row, the client's predicted output, after its forced tokens.
         scope: Per row; drafts come only from sequences of the same scope.
         images: Per row, where they are, for SequenceImages; only valid if `images_end` is above 0.
         images_end: One past the last token of an image; 0 for none.
@@ -119,6 +122,9 @@ class SequenceTable:
         self.limited: BoolArray = np.zeros(rows, np.bool_)
         self.plain: BoolArray = np.zeros(rows, np.bool_)
         self.num_logprobs: IntArray = np.zeros(rows, np.int64)
+        self.masks: BoolArray = np.zeros(rows, np.bool_)
+        self.num_forced: IntArray = np.zeros(rows, np.int64)
+        self.forced: list[tuple[int, ...]] = [()] * rows
         self.scores: BoolArray = np.zeros(rows, np.bool_)
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
         self.score_start: IntArray = np.zeros(rows, np.int64)
@@ -180,7 +186,8 @@ class SequenceTable:
         self.adapter[row] = adapter
         self.pools[row] = new.info.pooling is not None
         expected = Prediction.find(new.parts)
-        self.prediction[row] = expected.token_ids if expected is not None else ()
+        prediction = expected.token_ids if expected is not None else ()
+        self.prediction[row] = new.sampling.forced_tokens + prediction
         self.info[row] = new.info
         self.scope[row] = new.cache_scope
         self.images_end[row] = self.position_shift[row] = 0
@@ -210,10 +217,12 @@ class SequenceTable:
         self.constrained[row] = sampling.constraint is not None
         self.incomplete[row] = False
         self.num_logprobs[row] = sampling.logprobs
-        limited = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
-        self.limited[row] = limited
-        changed = self.adjusted[row] or self.constrained[row]
-        self.plain[row] = not (changed or limited or sampling.logprobs)
+        self.limited[row] = limited = sampling.is_limited
+        self.masks[row] = masks = sampling.return_sampling_mask
+        self.forced[row] = forced = sampling.forced_tokens
+        self.num_forced[row] = len(forced)
+        changed = self.adjusted[row] or self.constrained[row] or forced
+        self.plain[row] = not (changed or limited or masks or sampling.logprobs)
         # The first sample reports the prompt for all, before it samples.
         speaks = new.sample.sample_index == 0 and new.num_generated == 0
         self.scores[row] = scores = speaks and sampling.scores_prompt
@@ -299,6 +308,13 @@ class SequenceTable:
         """Return where the token is the last one of the sequence, `[places]`."""
         generated = self.num_generated[places.rows] + places.ahead + 1
         return generated >= self.max_tokens[places.rows]
+
+    def forced_at(self, places: Places) -> tuple[IntArray, IntArray]:
+        """Return the indices of the places of forced tokens, and these tokens."""
+        positions = self.num_generated[places.rows] + places.ahead
+        which = np.flatnonzero(positions < self.num_forced[places.rows])
+        pairs = zip(places.rows[which].tolist(), positions[which].tolist(), strict=True)
+        return which, np.array([self.forced[row][position] for row, position in pairs], np.int64)
 
     def take_scored(self, rows: IntArray, num_tokens: IntArray) -> ScoredPlaces | None:
         """Return the positions of prompts whose logits a step of so many tokens reads; see

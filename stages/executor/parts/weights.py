@@ -11,15 +11,17 @@ from torch import Tensor
 
 from ....bus.control import ReplicaCapacity, UpdateWeights
 from ....bus.parts.weights import WeightsPlan
-from ....bus.weights import FolderWeights
-from ....config import WeightsError
+from ....bus.weights import ArcWeights, FolderWeights, PastWeights
+from ....config import WeightsError, shown
 from ..driver.step import LaunchedStep
-from ..runner.shards import NewWeight
+from ..runner.shards import NewWeight, product
 from ..runner.weights.checks import DELTA_HEAD, check_stored, limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
 
 if TYPE_CHECKING:
+    from ..runner.weights.log import PreparedVersion
+    from ..runner.weights.logged import LoggedWeights
     from ..runner.weights.parts import PartsTaker
     from ..runner.weights.transports.group import WeightGroups
 
@@ -41,6 +43,8 @@ class Fetched(NamedTuple):
         covers: Whether they replace every parameter.
         converted: True, but for a part of an update.
         base: The version of which they are a delta; None if they are none.
+        prepared: Their version in the log of weights; None without a log.
+        amount: Bytes that were fetched, and elements: of a delta those that change.
     """
 
     tensors: Mapping[str, NewWeight]
@@ -48,6 +52,8 @@ class Fetched(NamedTuple):
     covers: bool
     converted: bool = True
     base: int | None = None
+    prepared: PreparedVersion | None = None
+    amount: tuple[int, int] = (0, 0)
 
 
 class WeightChanges(Part):
@@ -55,6 +61,7 @@ class WeightChanges(Part):
 
     Attributes:
         manager: Stages and writes them.
+        log: The log of weights; None without one.
     """
 
     reads = WeightsPlan
@@ -73,6 +80,11 @@ class WeightChanges(Part):
         self.manager = WeightSyncManager(
             model.module, limits, shards=model.shards, write=write, read=read
         )
+        self.log: LoggedWeights | None = None
+        if config.weight_log:
+            from ..runner.weights.logged import LoggedWeights
+
+            self.log = LoggedWeights(self.manager, config)
 
     @cached_property
     def groups(self) -> WeightGroups:
@@ -91,18 +103,40 @@ class WeightChanges(Part):
             self.groups.close()
 
     def fetch(self, update: UpdateWeights) -> Fetched:
-        """Return the weights of an update's source, checked to be finite.
+        """Return the weights of an update's source, checked to be finite, and written to the log.
 
         Blocks until they have come. May run on another thread, beside the forward pass.
 
         Raises:
             WeightsError: They can't be fetched or read, or don't fit; nothing has changed.
         """
+        return self.logged(self._fetch(update)) if not update.part_of else self._fetch(update)
+
+    def logged(self, fetched: Fetched) -> Fetched:
+        """Write the weights of an update to the log, if there is one. May run on another thread.
+
+        Raises:
+            WeightsError: They can't be written, or not be logged.
+        """
+        if self.log is None:
+            return fetched
+        return fetched._replace(prepared=self.log.prepare(fetched.tensors))
+
+    def commit(self, fetched: Fetched, version: int) -> None:
+        """Give the weights of an update their version in the log. Raises WeightsError."""
+        if self.log is not None and fetched.prepared is not None:
+            self.log.commit(fetched.prepared, version)
+
+    def _fetch(self, update: UpdateWeights) -> Fetched:
         from ..runner.weights.conversion import PartsMissing
         from ..runner.weights.transports import fetch, fetch_each
         from ..runner.weights.transports.folder import stamp_of
 
         source, weights = update.source, self.manager
+        if isinstance(source, PastWeights):
+            return self._past(source)
+        if isinstance(source, ArcWeights):
+            return self._arc(source)
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
         origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
@@ -122,6 +156,10 @@ class WeightChanges(Part):
             tensors = delta or takers[0].parts()
         else:
             tensors = fetch(*arguments)
+        if origin is not None and stamp_of(folder, weights.limits) != origin.stamp:
+            raise WeightsError(
+                f"the files of {shown(folder)} changed while they were read; send them again"
+            )
         if DELTA_HEAD in tensors:
             return self._delta(tensors)
         try:
@@ -129,8 +167,32 @@ class WeightChanges(Part):
         except PartsMissing:
             if not update.part_of:
                 raise
-            return Fetched(tensors, origin, covers=False, converted=False)
-        return Fetched(prepared, origin, weights.covers(prepared))
+            return Fetched(
+                tensors, origin, covers=False, converted=False, amount=amount_of(tensors)
+            )
+        covers = weights.covers(prepared)
+        return Fetched(prepared, origin, covers, amount=amount_of(prepared))
+
+    def _past(self, source: PastWeights) -> Fetched:
+        """Return weights of the log. Raises WeightsError as `fetch`."""
+        if self.log is None:
+            raise WeightsError(
+                "there is no log of weights to roll back with; set engine.weight_log",
+                code="weights_unlogged",
+            )
+        prepared = self.manager.prepare(self.log.weights(source.version, source.run))
+        return Fetched(prepared, None, self.manager.covers(prepared))
+
+    def _arc(self, source: ArcWeights) -> Fetched:
+        """Return the weights of a delta in an arc format. Raises WeightsError as `fetch`."""
+        from ..runner.weights.arc import changed_by_arc
+
+        weights = self.manager
+        weights.check_base(source.base_version)
+        tensors = changed_by_arc(source.path, source.format, weights.base_of)
+        prepared, covers = weights.prepare(tensors), weights.covers(tensors)
+        amount = amount_of(tensors)
+        return Fetched(prepared, None, covers, base=source.base_version, amount=amount)
 
     def _delta(self, payload: Mapping[str, NewWeight]) -> Fetched:
         """Return the weights of a delta. Raises WeightsError as `fetch`."""
@@ -140,7 +202,9 @@ class WeightChanges(Part):
         check_stored(payload)
         received = ReceivedDelta(payload, weights)  # type: ignore[arg-type]
         prepared = weights.prepare(received.new_weights())
-        return Fetched(prepared, None, False, base=received.delta.head.base_version)
+        delta = received.delta
+        amount = delta.num_bytes, delta.elements
+        return Fetched(prepared, None, False, base=delta.head.base_version, amount=amount)
 
     def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no
@@ -162,3 +226,9 @@ class WeightChanges(Part):
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
         return replace(found, weight_version=self.manager.version)
+
+
+def amount_of(tensors: Mapping[str, NewWeight]) -> tuple[int, int]:
+    """Return the bytes and elements of whole tensors, as they came."""
+    sizes = [(each.nbytes, product(each.shape)) for each in tensors.values()]
+    return sum(size for size, _ in sizes), sum(number for _, number in sizes)

@@ -47,6 +47,14 @@ class Part(BasePart):
     def stepped(self, step: Step) -> None:
         """All sequences of a step have started; tokens follow."""
 
+    def cut(self, step: Step) -> Iterable[tuple[Sample, bool]]:
+        """Return running samples that get none of a step's tokens: each ends with the tokens that
+        it has, as "abort", or, with True, begins anew from its prompt."""
+        return ()
+
+    def retracted(self, sample: Sample, step: Step) -> None:
+        """A sample is about to begin anew: its tokens are dropped."""
+
     def read(self, section: Any, step: Step) -> Iterable[Sample]:
         """Absorb a section of the part; return samples that end with it."""
         return ()
@@ -96,13 +104,15 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
     from .accounts import TimeAccounts
     from .adapters import AdapterVersions
     from .embeddings import Embeddings
+    from .forks import Forks
     from .per_token import PerToken
     from .prompt_logprobs import PromptLogprobs
     from .sessions import Sessions
+    from .version_lag import VersionLags
 
     engine = config.engine
     parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), PerToken(), Embeddings()]
-    parts.append(Sessions())
+    parts += [Sessions(), Forks(), VersionLags()]
     if config.pipeline.replicas > 1:
         from .handover import StepsAhead
 
@@ -119,6 +129,10 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
         from .responses import Responses
 
         parts.append(Responses())
+    if config.bus.trees_max_bytes:
+        from .trees import Trees
+
+        parts.append(Trees())
     if config.admission.recipes:
         from .recipes import Recipes
 

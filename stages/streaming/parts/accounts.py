@@ -544,6 +544,9 @@ class TimeAccounts(Part):
         end_ns = sample.request.step_end_ns
         sample.request.notes[self].ended(sample.index, end_ns, deliveries.now_ns)
 
+    def retracted(self, sample: Sample, step: Step) -> None:
+        sample.request.notes[self].left(sample.index, "weights", step.now_ns)
+
     def stopped(self, sample: Sample) -> None:
         self._fresh.discard(sample.seq_id)
 

@@ -99,12 +99,14 @@ class ResponseCalls:
             # Errors of the conversation would otherwise come first.
             await self._services.served.check(wanted.fields.model, call.caller)
         whole = await self.whole(call, wanted, items)
+        call.session = await self.stored.session_of(call, wanted)
         call.begin(wanted.fields.budget_ms, wanted.fields.model)
         record = msgspec.structs.replace(
             await self.prepared(call, whole),
             deadline_ns=call.deadline_ns,
             caller=call.caller,
             keyed=again,
+            session=call.session,
         )
         await self.check(record)
         if again is not None:
@@ -234,7 +236,9 @@ class ResponseCalls:
             return await make(record.items)
         length = await self._services.length.get()
         room = fields.max_output_tokens or length // _SHARE_OF_OUTPUT
-        return await self._first_that_fits(make, record, max(1, length - room))
+        found = await self._first_that_fits(make, record, max(1, length - room))
+        call.session_note = ""  # that of the prompt which was tried last
+        return found
 
     async def _first_that_fits(
         self,

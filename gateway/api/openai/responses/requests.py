@@ -99,6 +99,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
         reading: For the reader of its output; None where all of that is text.
         constraint: The output's, where tools or reasoning add to that of the fields.
         images: Images of the prompt.
+        session: The session of which it is a turn; "" for none.
     """
 
     call: ResponseCall
@@ -111,6 +112,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     reading: Reading | None = None
     constraint: Constraint | None = None
     images: tuple[ImageInput, ...] = ()
+    session: str = ""
 
     @property
     def request_ids(self) -> list[str]:

@@ -16,11 +16,12 @@ from ....server.http import EngineError, FieldError, field_error
 from ....serving.begun_calls import BegunCalls, Found, decode_record, pauses_s
 from ....serving.durable_calls import Attachment, IdempotencyKey
 from ....serving.services import Services
+from ....serving.sessions import session_of
 from ....serving.tokenizer import READING
 from .conversations import Conversations
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter
-from .requests import NeverBegun, ResponseRecord
+from .requests import NeverBegun, ResponseCall, ResponseRecord
 
 _BUS_AWAY_S = 1.0
 """Seconds between attempts to reach a lost bus."""
@@ -123,6 +124,26 @@ class StoredResponses(BegunCalls[ResponseRecord]):
                 code=_UNFINISHED,
             )
         return [*found.record.items, *answered(answer["output"])]
+
+    async def session_of(self, call: Call, wanted: ResponseCall) -> str:
+        """Return the session of a new response: the one that its call names, or its conversation,
+        or that of the response before, whose first response names it; "" for none.
+
+        Raises:
+            RequestError: invalid_session.
+        """
+        trees, fields = self._services.client.bus.store.trees, wanted.fields
+        if named := session_of(call, trees):
+            return named
+        if not trees.enabled:
+            return ""
+        if previous := fields.previous_response_id:
+            try:
+                found = await self.find_stored(call, previous)
+            except EngineError:  # another model's
+                return previous
+            return found.record.session or previous
+        return fields.conversation_id or (wanted.id if fields.store else "")
 
     async def cancel(self, found: Found[ResponseRecord]) -> Answer:
         """Cancel a background response. Its output so far stays.
@@ -297,7 +318,7 @@ class BackgroundResponses(StoredResponses):
 def _call_of(record: ResponseRecord) -> Call:
     """Return the call of a response that no connection waits for."""
     call = Call(caller=record.caller)
-    call.tenant = record.tenant
+    call.tenant, call.session = record.tenant, record.session
     return call
 
 

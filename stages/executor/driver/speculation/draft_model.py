@@ -202,7 +202,7 @@ class DraftModel(DraftSource):
         self._runner = make_runner(draft_config(config), model, num_blocks)
         self.cache = self._runner.cache
         self._table = table
-        self._chooser = TokenChooser(table, raw=False, kernels=self._runner.kernels)
+        self._chooser = TokenChooser(table, raw=False, kernels=self._runner.kernels, reports=False)
         self._most_tokens = config.max_tokens_per_batch
         self._vocab_size = vocab_size
         self._progress: dict[int, _Progress] = {}

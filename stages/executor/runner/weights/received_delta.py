@@ -22,7 +22,6 @@ class ReceivedDelta:
 
     Attributes:
         delta: The delta.
-        elements: Number of changed elements.
     """
 
     def __init__(self, payload: Mapping[str, Tensor], manager: WeightSyncManager) -> None:

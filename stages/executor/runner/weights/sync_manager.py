@@ -237,6 +237,17 @@ class WeightSyncManager:
         if base != self.version:
             raise other_base(f"it begins with version {base}, and {self.version} is in place")
 
+    def first_names(self) -> dict[str, str]:
+        """Return the first name of each tensor of the model, by all its names."""
+        first: dict[int, str] = {}
+        state = self._whole.state_dict(keep_vars=True)
+        return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether some weights are held as codes."""
+        return self._shards.converts
+
     def base_of(self, name: str) -> Tensor:
         """Return the numbers of a tensor in place, on any thread, while no update is staged.
 

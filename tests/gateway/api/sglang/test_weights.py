@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from httpx import Response
 
-from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
+from nano_inference.bus.weights import (
+    ArcWeights,
+    FolderWeights,
+    GroupWeights,
+    TensorMeta,
+    WeightsSource,
+)
 from nano_inference.config import WeightsError
 from nano_inference.gateway.api.sglang import weights as weight_calls
 
@@ -66,6 +72,12 @@ async def test_groups(http: Client) -> None:
 async def test_a_group_at_an_ipv6_address(http: Client) -> None:
     await http.post("/init_weights_update_group", json=GROUP | {"master_address": "fe80::1"})
     assert http.engine.last("join_weights_group")["address"] == "[fe80::1]:5000"
+
+
+async def test_from_disk_takes_deltas_in_open_formats(http: Client) -> None:
+    body = {"model_path": "/d", "load_format": "arc_v2", "base_version": 4}
+    succeeded(await http.post("/update_weights_from_disk", json=body))
+    assert http.engine.last("update_weights")["weights"] == ArcWeights("/d", 4, "arc_v2")
 
 
 async def test_a_group_that_does_not_come_together(http: Client) -> None:
@@ -258,6 +270,11 @@ async def test_memory(http: Client) -> None:
         ("/update_weights_from_disk", {}, "invalid_request"),
         ("/update_weights_from_disk", {"model_path": "m", "load_format": "pt"}, "unsupported"),
         ("/update_weights_from_disk", {"model_path": "m", "is_async": True}, "unsupported"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "m", "load_format": "arc_v3"},
+            "invalid_request",
+        ),
         (DISTRIBUTED, BROADCAST | {"dtypes": []}, "invalid_request"),
         (DISTRIBUTED, BROADCAST | {"load_format": "flattened_bucket"}, "unsupported"),
         (DISTRIBUTED, {"names": [], "dtypes": [], "shapes": []}, "invalid_request"),

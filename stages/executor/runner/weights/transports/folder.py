@@ -102,6 +102,17 @@ def read_folder_each(path: str, limits: WeightLimits, begin: Begin) -> None:
                     take(meta.name, as_tensor(data, meta))
 
 
+def metadata_of(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file. Raises WeightsError if it can't be read."""
+    with readable(str(path)), opened(path) as file:
+        length = min(int.from_bytes(os.pread(file, 8, 0), "little"), _MOST_HEADER_BYTES)
+        try:
+            found = _names.decode(os.pread(file, length, 8)).get("__metadata__", b"{}")
+            return msgspec.json.decode(found, type=dict[str, str])
+        except UNREADABLE as error:
+            raise _not_whole(path, shown(str(error))) from None
+
+
 def _laid_out(path: str, limits: WeightLimits) -> list[tuple[Path, _Layout]]:
     """Return the files to read, and the places of their tensors."""
     found: list[tuple[Path, _Layout]] = []

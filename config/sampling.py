@@ -97,6 +97,10 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             None for as many as it takes, 0 for none. It changes no token and no logprob.
         response_cache: Whether the response may come from the response cache, and be kept there,
             where the engine has one. It changes no token and no logprob.
+        return_routed_experts: Report the experts that the routers of a mixture chose for each
+            token, in each layer. The prompt is computed from `routed_experts_prompt_start` on.
+        routed_experts_prompt_start: Report them from this position of the prompt on; the KV of what
+            comes before may be cached.
         return_sampling_mask: Report each position's support, the tokens that could be sampled
             there, as their ids.
         forced_tokens: The first tokens of each sample, in place of sampled ones: computed and
@@ -224,6 +228,23 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
         Int64,
         Parameter(
             "logprobs of the prompt begin after this position; 0 is all of them",
+            Range("0 or a position of the prompt", 0, MAX_INT64),
+            sglang="",
+        ),
+    ] = 0
+
+    return_routed_experts: Annotated[
+        bool,
+        Parameter(
+            "returns the experts that the routers of a mixture chose for each token as "
+            "`routed_experts`",
+            sglang="",
+        ),
+    ] = False
+    routed_experts_prompt_start: Annotated[
+        Int64,
+        Parameter(
+            "as vLLM's: the position of the prompt from which on `routed_experts` are returned",
             Range("0 or a position of the prompt", 0, MAX_INT64),
             sglang="",
         ),

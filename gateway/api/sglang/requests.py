@@ -80,7 +80,6 @@ class SGLangBody(msgspec.Struct, frozen=True):
         "max_thinking_tokens": RefusedField("give `thinking_token_budget` to a chat"),
         "return_entropy": RefusedField("logprobs alone are returned"),
         "return_hidden_states": RefusedField("hidden states stay in the engine"),
-        "return_routed_experts": RefusedField("experts are not reported"),
         "session_params": RefusedField("a prompt is sent whole; prefixes are cached"),
     }
 
@@ -94,6 +93,7 @@ class SGLangBody(msgspec.Struct, frozen=True):
     # Of one prompt, of each prompt, or of all of them.
     token_ids_logprob: list[Int64 | list[Int64] | None] | None = None
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool | list[bool] = False
     stream: bool = False
     priority: Int64 = 0
     extra_key: str | list[str] = ""
@@ -236,6 +236,7 @@ def read_call(body: Body, max_prompts: int) -> BatchCall:
         _each(fields.logprob_start_len, "logprob_start_len", count),
         _each(fields.top_logprobs_num, "top_logprobs_num", count),
         _targets(fields.token_ids_logprob, count),
+        _each(fields.return_routed_experts, "return_routed_experts", count),
         _each(fields.extra_key, "extra_key", count),
         _each(fields.lora_path, "lora_path", count),
         strict=True,
@@ -250,7 +251,8 @@ def _prompt_calls(
     fields: SGLangBody, rows: Iterable[tuple[Any, ...]], max_prompts: int
 ) -> Iterator[PromptCall]:
     samples = 0
-    for prompt, request_id, (own, params), logprobs, start, top, ids, extra_key, adapter in rows:
+    for prompt, request_id, sampling, logprobs, start, top, ids, routes, extra_key, adapter in rows:
+        own, params = sampling
         samples += max(1, own.n)
         _check_number(samples, max_prompts)
         start, top = (start, top) if logprobs else (-1, 0)
@@ -274,6 +276,7 @@ def _prompt_calls(
                 logprobs=0 if scores_only else top,
                 prompt_logprobs=top if start >= 0 else None,
                 prompt_logprob_start=max(start, 0),
+                return_routed_experts=routes,
             ),
             stream=fields.stream,
             priority=fields.priority,

@@ -82,6 +82,9 @@ class SequenceTable:
             `scores`, as the next two.
         score_start: The first position whose logits are read for the prompt's logprobs.
         targets: Per row, its Targets; None without any.
+        routes: Whether the experts of each token are reported.
+        routes_from: The first position of the prompt whose experts are reported; -1 if an earlier
+            run or another sample reports the prompt's.
         stop_ids: Per row, the token ids that end it.
         logit_bias: Per row, the bias by token id.
         constrained: Whether the text must follow a grammar.
@@ -129,6 +132,8 @@ class SequenceTable:
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
         self.score_start: IntArray = np.zeros(rows, np.int64)
         self.targets: list[Any] = [None] * rows
+        self.routes: BoolArray = np.zeros(rows, np.bool_)
+        self.routes_from: IntArray = np.zeros(rows, np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
         self.logit_bias: list[dict[int, float]] = [{}] * rows
         self.constrained: BoolArray = np.zeros(rows, np.bool_)
@@ -228,6 +233,9 @@ class SequenceTable:
         self.scores[row] = scores = speaks and sampling.scores_prompt
         if scores:
             self._set_scores(row, sampling)
+        self.routes[row] = routes = sampling.return_routed_experts
+        if routes:
+            self.routes_from[row] = sampling.routed_experts_prompt_start if speaks else -1
 
     def _set_scores(self, row: int, sampling: SamplingParams) -> None:
         from .targets import Targets

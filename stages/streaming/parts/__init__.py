@@ -104,6 +104,7 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
     from .accounts import TimeAccounts
     from .adapters import AdapterVersions
     from .embeddings import Embeddings
+    from .experts import PromptRouting
     from .forks import Forks
     from .per_token import PerToken
     from .prompt_logprobs import PromptLogprobs
@@ -111,7 +112,14 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
     from .version_lag import VersionLags
 
     engine = config.engine
-    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), PerToken(), Embeddings()]
+    parts = [
+        TimeAccounts(now_ns),
+        PromptLogprobs(),
+        PromptRouting(),
+        AdapterVersions(),
+        PerToken(),
+        Embeddings(),
+    ]
     parts += [Sessions(), Forks(), VersionLags()]
     if config.pipeline.replicas > 1:
         from .handover import StepsAhead

@@ -81,7 +81,12 @@ Samples = tuple[int, SamplingParams]
 
 
 def read_sampling(
-    request: InferRequest, max_samples: int, *, text: bool = False, tops: bool = False
+    request: InferRequest,
+    max_samples: int,
+    *,
+    text: bool = False,
+    tops: bool = False,
+    experts: bool = False,
 ) -> Samples:
     """Return a request's number of samples and sampling parameters, which have vLLM's names.
 
@@ -89,6 +94,7 @@ def read_sampling(
         max_samples: The most samples.
         text: The response is a text.
         tops: The response can hold the likeliest tokens.
+        experts: The response can hold routed experts.
 
     Raises:
         RequestError: A parameter is unknown, not supported here, or has the wrong type.
@@ -108,6 +114,8 @@ def read_sampling(
         raise unsupported(
             f"{where}.prompt_logprob_token_ids", "give them to the model for scores as target_ids"
         )
+    if params.return_routed_experts and not experts:
+        raise unsupported(f"{where}.return_routed_experts", "the model for tokens returns them")
     if params.logprobs and not tops:
         raise unsupported(
             f"{where}.logprobs", "only the logprobs of the sampled tokens are returned"

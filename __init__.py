@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .pipeline.digest import digest as digest
     from .pipeline.engine import InferenceEngine as InferenceEngine
     from .pipeline.exact_forward import ExactForward as ExactForward
+    from .pipeline.past import engine_at as engine_at
     from .pipeline.pipeline import Pipeline as Pipeline
     from .pipeline.rollouts import RolloutEngine as RolloutEngine
     from .pipeline.rollouts import TrainingSample as TrainingSample
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from .stages.executor import WeightSyncManager as WeightSyncManager
     from .stages.executor import model_forward as model_forward
     from .stages.executor import sample_with_logprobs as sample_with_logprobs
+    from .stages.executor.runner.weights.arc import read_arc as read_arc
+    from .stages.executor.runner.weights.arc import write_arc as write_arc
     from .stages.executor.runner.weights.delta import WeightDelta as WeightDelta
     from .stages.executor.runner.weights.log import WeightLog as WeightLog
     from .stages.executor.runner.weights.transports import SharedWeights as SharedWeights
@@ -78,6 +81,7 @@ _NAMES = {
     ".pipeline.digest": "digest",
     ".pipeline.engine": "InferenceEngine",
     ".pipeline.exact_forward": "ExactForward",
+    ".pipeline.past": "engine_at",
     ".pipeline.pipeline": "Pipeline",
     ".pipeline.rollouts": "RolloutEngine TrainingSample",
     ".pipeline.scoring": "ScoredCompletion",
@@ -89,6 +93,7 @@ _NAMES = {
     ".stages.batching.paged": "PagedKVCache",
     ".stages.batching.radix": "RadixKVCache",
     ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
+    ".stages.executor.runner.weights.arc": "read_arc write_arc",
     ".stages.executor.runner.weights.delta": "WeightDelta",
     ".stages.executor.runner.weights.log": "WeightLog",
     ".stages.executor.runner.weights.transports": "SharedWeights WeightsGroup",

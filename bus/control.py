@@ -11,10 +11,10 @@ import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.loaded_adapter import LoadedAdapter
-from .entries import entry_key
-from .public import SessionAction
+from .entry_keys import entry_key
+from .kv_sessions import SessionAction
 from .sections import Section, Sections
-from .weights import InFlight, StagedWeights, WeightsSource
+from .weights import InFlight, PauseMode, StagedWeights, WeightsSource
 
 Capability = Literal["generate", "score", "embed"]
 """Uses of a model."""
@@ -89,7 +89,7 @@ class Pause(Internal, frozen=True):
         in_flight: Treatment of batching's sequences. Admission ends earlier requests (`CancelAll`).
     """
 
-    in_flight: InFlight = "keep"
+    in_flight: PauseMode = "keep"
 
 
 class Resume(Internal, frozen=True):
@@ -115,8 +115,13 @@ class UpdateWeights(Internal, frozen=True):
         part_of: Name of an update in several messages: the tensors are checked and kept beside
             earlier ones of this name. `StagedWeights` puts all of them in place. Parts of another
             name are dropped.
+        part: The part's number, from 0; one that comes again replaces the former. None for the
+            next.
         prepare_as: Name of an update of several executors: the weights are fetched and checked, and
             wait for `FinishUpdate`. Until then, for at most `timeout_s`, other updates are refused.
+            The same name again is answered as the first time.
+        decided: Whether the store has the decision (`WeightUpdateState.committed`), which the
+            executor reads when `FinishUpdate` doesn't come.
     """
 
     source: WeightsSource | StagedWeights
@@ -126,6 +131,8 @@ class UpdateWeights(Internal, frozen=True):
     timeout_s: float = 300.0
     part_of: str = ""
     prepare_as: str = ""
+    part: int | None = None
+    decided: bool = False
 
 
 class FinishUpdate(Internal, frozen=True):
@@ -134,10 +141,13 @@ class FinishUpdate(Internal, frozen=True):
     Attributes:
         prepared: The name given in `UpdateWeights.prepare_as`.
         version: The new version; None to drop them.
+        logged: Their place in the log of weights (`Outcome.logged`), for an executor that was
+            restarted since; "" without a log.
     """
 
     prepared: str
     version: int | None = None
+    logged: str = ""
 
 
 class WeightsReady(Internal, frozen=True):
@@ -175,6 +185,10 @@ class LeaveWeightsGroup(Internal, frozen=True):
 
 class TellWeightVersion(Internal, frozen=True):
     """To the executor: reply with the version of the weights in place."""
+
+
+class ChecksumWeights(Internal, frozen=True):
+    """To the executor: reply with the SHA-256 of each parameter in place."""
 
 
 class ReleaseMemory(Internal, frozen=True):

@@ -7,14 +7,13 @@ request itself, in `codec.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import msgspec
 
+from .entry_keys import MAX_REQUEST_ID_LENGTH as MAX_REQUEST_ID_LENGTH
+from .entry_keys import entry_key as entry_key
+from .entry_keys import is_usable_request_id as is_usable_request_id
 from .public import Completion, ForkOrigin, GenerateRequest, Timings, Usage
-
-MAX_REQUEST_ID_LENGTH = 512
-"""Characters; a gateway with keys puts the tenant before the client's id."""
 
 MAX_FIELDS = 8
 """More than the known names; an entry with more fields is not read further."""
@@ -24,24 +23,6 @@ MAX_TRACEPARENT_BYTES = 256
 
 MAX_TRACESTATE_BYTES = 4096
 """Eight times the size that every participant must propagate."""
-
-
-def is_usable_request_id(request_id: str) -> bool:
-    """Return whether an id is printable and short enough for a result stream and logs."""
-    return 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH and request_id.isprintable()
-
-
-@lru_cache(maxsize=1024)
-def entry_key(entry_id: str, request_id: str) -> str:
-    """Return the identity of an entry: its id and, if it has one of its own, its request's.
-
-    The entry's id is not enough: after a failover, or when its clock goes back, a server gives the
-    id of an entry that it has lost to another one. Cached, as each request's is read a dozen
-    times.
-    """
-    if request_id == entry_id or not is_usable_request_id(request_id):
-        return entry_id
-    return f"{entry_id} {request_id}"
 
 
 def id_in(key: str) -> str:

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 from ..config import SamplingParams
 from .control import Internal, InternalPart
 from .pooling import Pooling
-from .public import StageTime
 from .sections import Sections
+from .times import StageTime
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""

@@ -6,12 +6,21 @@ timestamps since the Unix epoch, budgets relative. Token ids are plain ints.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
-
 from ..config import Int64, PoolingKind, SamplingParams
+from .kv_sessions import AfterTurn as AfterTurn
+from .kv_sessions import KVSession as KVSession
+from .kv_sessions import KVSessionResult as KVSessionResult
+from .kv_sessions import SessionAction as SessionAction
+from .kv_sessions import SessionOutcome as SessionOutcome
+from .kv_sessions import SessionTier as SessionTier
+from .public_base import OutputPart as OutputPart
+from .public_base import PublicOutput as PublicOutput
+from .public_base import PublicPart as PublicPart
+from .times import StageTime as StageTime
 
 FinishReason = Literal["stop", "length", "abort", "content_filter"]
 """Why a sample ended. "content_filter" is set by a gateway's guardrail."""
@@ -21,18 +30,6 @@ Status = Literal["done", "error", "cancelled", "expired"]
 
 DEFAULT_TENANT = "default"
 """Tenant of requests that name none."""
-
-
-class PublicOutput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """A message read by clients; newer pipelines may add fields."""
-
-
-class PublicPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A message written by clients, or a part of one."""
-
-
-class OutputPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message read by clients."""
 
 
 # --- written by clients -----------------------------------------------------------------------
@@ -89,37 +86,6 @@ class EmbedParams(PublicPart, frozen=True, kw_only=True):
     dimensions: Int64 | None = None
 
 
-SessionAction = Literal["pin", "release", "demote", "prefetch"]
-"""A call's action on the KV of a session. docs/kv-sessions.md."""
-
-AfterTurn = Literal["pin", "release", "demote"]
-"""Treatment of a session's KV when a turn ends."""
-
-SessionOutcome = Literal["accepted", "clipped", "deferred", "rejected", "missing"]
-
-
-SessionTier = Literal["device", "host", ""]
-
-
-class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
-    """The conversation of which a request is a turn, and the fate of its KV after the turn.
-
-    Attributes:
-        id: The client's name for the conversation, unique within the tenant.
-        ttl_s: Seconds after the turn for which the session is known, and its KV is kept at most.
-        after: "pin": keep the KV on the device. "release": leave it to the prefix cache. "demote":
-            store it in the tiers below the device, and free its blocks first.
-    """
-
-    id: str
-    ttl_s: float = 300.0
-    after: AfterTurn = "pin"
-
-
-OnVersionLag = Literal["flag", "cut", "retract"]
-"""What becomes of a sample whose oldest token is more than `max_version_lag` versions behind."""
-
-
 class Fork(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
     """A token of another request's sample, after which a request goes on. docs/forks.md.
 
@@ -144,6 +110,10 @@ class Session(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
 
     id: str
     note: str = ""
+
+
+OnVersionLag = Literal["flag", "cut", "retract"]
+"""What becomes of a sample whose oldest token is more than `max_version_lag` versions behind."""
 
 
 class GenerateRequest(
@@ -262,24 +232,6 @@ class Usage(OutputPart, frozen=True, kw_only=True):
     billed_ns: int | None = None
 
 
-class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
-    """Result of a request or call about a session's KV.
-
-    Attributes:
-        outcome: "accepted". "clipped": for leading tokens only. "deferred": done later, when a turn
-            ends or blocks have come from disk. "rejected": not allowed, or no room. "missing":
-            the session is not known, or its KV is gone.
-        num_tokens: Leading tokens for which it was done.
-        tier: Where their KV is: "device", "host", or "" without tokens.
-        reason: Why it was not accepted, for people.
-    """
-
-    outcome: SessionOutcome
-    num_tokens: int = 0
-    tier: SessionTier = ""
-    reason: str = ""
-
-
 class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that the bits of an executor's results depend on, besides requests and later
     weights.
@@ -317,7 +269,7 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     config: str = ""
     weights: str = ""
     weight_version: int = 0
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {}  # noqa: RUF012  (msgspec copies it)
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -377,14 +329,6 @@ class TreeSession(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str = DEFAULT_TENANT
     note: str = ""
     images: tuple[str, ...] = ()
-
-
-class StageTime(OutputPart, frozen=True, kw_only=True):
-    """Arrival at a stage, and departure."""
-
-    stage: str
-    start_ns: int
-    end_ns: int
 
 
 class Timings(OutputPart, frozen=True, kw_only=True):
@@ -538,6 +482,11 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     prompt_token_id_logprobs: bytes | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
     prompt_routed_experts: RoutedExperts | None = None
+
+
+def mask_ids(mask: bytes) -> tuple[int, ...]:
+    """Return the token ids of a packed sampling mask."""
+    return struct.unpack(f"<{len(mask) // 4}i", mask)
 
 
 TOKEN_COLUMNS = ("support_logprobs", "sampling_masks", "routed_experts")

@@ -9,7 +9,7 @@ import msgspec
 
 from ..store.records import Records
 from ..store.redis.keys import Keys
-from .public import KVSessionResult
+from .kv_sessions import KVSessionResult
 
 KEPT_S = 600
 """Seconds that a reply is kept."""
@@ -29,6 +29,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         weight_version: Version of the weights in place afterwards, for weight operations.
         newest_version: The lane's newest known version, if larger.
         kv_session: Result of a ControlSession message.
+        logged: Of prepared weights: their run in the log of weights, and the digest of all.
+        checksums: Result of a ChecksumWeights message, by parameter.
     """
 
     lane: str
@@ -38,6 +40,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight_version: int = 0
     newest_version: int = 0
     kv_session: KVSessionResult | None = None
+    checksums: dict[str, str] | None = None
+    logged: str = ""
 
 
 class Replies:

@@ -15,8 +15,8 @@ from .messages import (
     SequenceSpec,
     TopLogprobs,
 )
-from .public import StageTime
 from .sections import Section, Sections
+from .times import StageTime
 
 
 class NewSequence(InternalPart, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from .public_base import OutputPart
 from .sections import Section
 
 Cause = Literal[
@@ -79,3 +80,11 @@ class StepTimes(Section, frozen=True):
 
 
 NO_TIMES = StepTimes()
+
+
+class StageTime(OutputPart, frozen=True, kw_only=True):
+    """Arrival at a stage, and departure."""
+
+    stage: str
+    start_ns: int
+    end_ns: int

@@ -21,16 +21,23 @@ abort: end with their output so far.
 
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
 
+PauseMode = InFlight | Literal["wait"]
+"""Treatment of requests in flight at a pause: as `InFlight`; or wait: they finish first, and later
+ones wait for the end of the pause."""
 
-def check_in_flight(in_flight: str) -> None:
-    """Check a value against `IN_FLIGHT`, since the memory bus has no codec.
+
+def check_in_flight(in_flight: str, known: tuple[str, ...] = IN_FLIGHT) -> None:
+    """Check a value against `known`, since the memory bus has no codec.
 
     Raises:
         WeightsError: It is unknown.
     """
-    if in_flight not in IN_FLIGHT:
-        known = " or ".join(map(repr, IN_FLIGHT))
-        raise WeightsError(f"in_flight is {shown(in_flight)}; give {known}")
+    if in_flight not in known:
+        names = " or ".join(map(repr, known))
+        raise WeightsError(f"in_flight is {shown(in_flight)}; give {names}")
+
+
+PAUSE_MODES: tuple[PauseMode, ...] = (*IN_FLIGHT, "wait")
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -73,12 +80,15 @@ class GroupWeights(msgspec.Struct, frozen=True, array_like=True, tag="group"):
         bucket_bytes: Tensors of one dtype are flattened into broadcasts of about this size; 0
             broadcasts each tensor separately.
         first: Number of earlier broadcasts of the group, to detect a mismatch; None if unspecified.
+        packed: Buckets are vLLM's: of any dtypes, and each ends with the tensor that takes it above
+            `bucket_bytes`.
     """
 
     group: str
     tensors: tuple[TensorMeta, ...]
     bucket_bytes: int = 0
     first: int | None = None
+    packed: bool = False
 
 
 class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
@@ -127,7 +137,13 @@ class PastWeights(msgspec.Struct, frozen=True, array_like=True, tag="past"):
 
 
 WeightsSource = (
-    FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | DeltaWeights | PastWeights
+    FolderWeights
+    | SharedMemoryWeights
+    | GroupWeights
+    | LocalWeights
+    | DeltaWeights
+    | ArcWeights
+    | PastWeights
 )
 
 
@@ -154,9 +170,12 @@ def source_of(
 
     Its tensors must not change until all executors are done. A `WeightDelta` has its own source.
     """
-    source = getattr(weights, "source", weights)
-    if not isinstance(source, Mapping):
-        yield source
+    own = getattr(weights, "source", None)
+    if isinstance(own, DeltaWeights):
+        yield own
+        return
+    if not isinstance(weights, Mapping):
+        yield weights
         return
     key = uuid.uuid4().hex
     _LAID_DOWN[key] = weights

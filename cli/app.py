@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -220,8 +221,25 @@ def _status_of(error: BaseException) -> int | None:
 
 # --- usage errors -------------------------------------------------------------------------------
 
+_NO_COMMAND = re.compile(r"No such command '(\w+)'")
+
 _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 _BOUNDS = {"greater_than_equal": ("ge", "at least"), "less_than_equal": ("le", "at most")}
+
+
+_OF_OTHERS = {
+    "bench": "benchmarks/ has programs that measure",
+    "list": "'nano-inference models' lists them",
+    "logs": "each process logs to its standard error",
+    "ls": "'nano-inference models' lists them",
+    "ps": "'nano-inference status' shows what runs",
+    "rm": "a pulled model is a folder; delete it",
+    "show": "'nano-inference models' shows them",
+    "start": "'nano-inference serve' or 'up' starts one",
+    "stop": "'nano-inference down' stops what 'up' started, Ctrl-C what 'serve' runs",
+    "version": "it is 'nano-inference --version'",
+}
+"""Commands of other programs, each with what does the same here."""
 
 
 def usage_sentence(error: Any) -> str:
@@ -233,6 +251,8 @@ def usage_sentence(error: Any) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else PROGRAM
     message = _of_value(error) or str(error.format_message())
+    if (name := _NO_COMMAND.match(message)) and (ours := _OF_OTHERS.get(name[1])):
+        return f"there is no command {name[1]!r}; {ours}"
     sentence = f"{message[:1].lower()}{message[1:]}".rstrip(".")
     sentence += _advice(error, context, command)
     return f"{sentence}{' See' if sentence.endswith('?') else '; see'} '{command} --help'"

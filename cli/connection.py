@@ -67,7 +67,7 @@ def server_of(options: Options) -> ServerAddress:
         ConfigError: The URL is malformed.
     """
     url = options.url or DEFAULT_SERVER
-    if (parts := web_address(url)) is None:
+    if (parts := web_address(url if "://" in url else f"http://{url}")) is None:
         raise ConfigError(f"--url is {shown(url)}; it must be such as {DEFAULT_SERVER}")
     path = parts.path.rstrip("/") or "/v1"
     url = parts._replace(path=path, query="", fragment="").geturl()

@@ -126,10 +126,9 @@ def score(
         from ..pipeline.past import engine_at
 
         with engine_at(engine_config(options, log), at, run=run) as engine:
-            for (line, sample_index, _), logprobs in zip(
-                given, engine.score(prompts, completions, params), strict=True
-            ):
-                print_json(Score(line, sample_index, logprobs, None, at))
+            past = engine.score(prompts, completions, params)
+        for (line, sample_index, _), numbers in zip(given, past, strict=True):
+            print_json(Score(line, sample_index, numbers, None, at))
         return
     scored = run_with(
         connected(options.client_config()),

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Annotated
 
 import anyio
+import typer
 from msgspec.structs import replace
 
-from ..config import STAGES, Config
+from ..config import STAGES, Config, ConfigError, shown
 from ..config.logger import get_logger
 from ..config.temporary import sweep
 from ..gateway.gateway import DEFAULT_PORT, Gateway, check_ports
@@ -50,6 +51,9 @@ _SAID = ("gateway_listens", "ready")
 @takes_engine_options
 def serve(
     options: Options,
+    folder: Annotated[
+        str | None, typer.Argument(metavar="FOLDER", help="As --model.", show_default=False)
+    ] = None,
     port: Annotated[
         int | None, port_option("--port PORT", f"For HTTP; default: gateway.port, or {SERVE_PORT}.")
     ] = None,
@@ -63,7 +67,7 @@ def serve(
 
         nano-inference serve
 
-        nano-inference serve --model ~/models/Qwen2.5-0.5B-Instruct --port 8000
+        nano-inference serve ~/models/Qwen2.5-0.5B-Instruct --port 8000
 
     It has OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
     (docs/kserve.md), with --grpc-port also over gRPC. Without keys (docs/policy.md), every client
@@ -73,6 +77,10 @@ def serve(
     `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once. With --bus requests go over Redis,
     and a successor of this process continues them.
     """
+    if folder is not None:
+        if options.model not in (None, folder):
+            raise ConfigError(f"give {shown(folder)} or --model {shown(options.model)}, not both")
+        options = replace(options, model=folder)
     config = options.config(**{"pipeline.stages": list(STAGES)})
     check_model_files(config, options.model)
     config = listening(config, port, SERVE_PORT, host, grpc_port=grpc_port, insecure=insecure)

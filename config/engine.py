@@ -171,8 +171,6 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         seed: Seed of requests without one.
         logprobs_mode: "processed": logprobs of the policy that tokens are sampled from, after
             penalties, bias and temperature; "raw": of the model's output (docs/sampling.md).
-        return_sampling_mask: Return the sampling mask of each request with top_k, top_p or min_p,
-            as if it had `return_sampling_mask`: for clients of vLLM, which has it as a setting.
         max_sampling_mask: Most token ids in the sampling mask of a position. The mask of a larger
             support is empty; its `support_logprobs` is exact all the same (docs/sampling.md).
         return_routed_experts: Return the routed experts of each request, as if it had
@@ -271,7 +269,6 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     huge_pages: Literal["auto", "off"] = "auto"
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
-    return_sampling_mask: bool = False
     max_sampling_mask: PositiveInt = 4096
     return_routed_experts: bool = False
     deterministic: bool | Literal["auto"] = "auto"

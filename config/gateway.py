@@ -63,6 +63,12 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
         model_aliases: Names of models, and the names under which they are served. One `*` in a
             name stands for any text: `{"claude-*": "tiny"}`. A model's own name counts first, then
             the alias without `*`, then that with most other characters.
+        adapter_folder: Folder whose subfolders are LoRA adapters, in PEFT's format. A call that
+            names one in `model` has it loaded (docs/adapters.md); executors read the same path.
+            "": only loaded adapters can be named.
+        chat_template_in_requests: Whether a call may bring its own chat template
+            (`chat_template`). A template is a program: it runs in a process of its own, within
+            Jinja's sandbox and `template_timeout_s`.
         template_timeout_s: CPU time limit of the chat template for one conversation.
         allowed_hosts: Host names of the gateway, without a port, besides addresses, "localhost",
             `host` and the machine's name.
@@ -81,6 +87,9 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             "flush_cache", as trainers call it; "all", which adds releasing and resuming memory.
         sync_timeout_s: Time limit for one part of a weight update. Other weight calls wait half a
             minute longer, and are then refused as `weights_busy`.
+        return_sampling_mask: Whether `/inference/v1/generate` returns the sampling masks of every
+            call with top_k, top_p or min_p: for clients of vLLM, where it is a setting of the
+            server. Elsewhere a call's own `return_sampling_mask` decides.
         health_timeout_s: Time limit of `/health_generate` for its one token.
         max_prompts: Limit on prompts of one call, times their samples.
         max_in_flight: Requests of this gateway in the pipeline; more wait here, and tenants take
@@ -122,6 +131,8 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     billing_lines: Literal["drop", "keep"] = "drop"
     continue_by_tokens: bool = False
     model_aliases: dict[str, str] = {}  # noqa: RUF012
+    adapter_folder: str = ""
+    chat_template_in_requests: bool = False
     template_timeout_s: Seconds = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -131,6 +142,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     models: tuple[str, ...] = ()
     effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
     sync_timeout_s: Seconds = 300.0
+    return_sampling_mask: bool = False
     health_timeout_s: Seconds = 20.0
     max_prompts: PositiveInt = 8192
     # One tenant may use half of the places.

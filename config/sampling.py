@@ -97,12 +97,15 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             None for as many as it takes, 0 for none. It changes no token and no logprob.
         response_cache: Whether the response may come from the response cache, and be kept there,
             where the engine has one. It changes no token and no logprob.
+        return_sampling_mask: Report each position's support, the tokens that could be sampled
+            there, as their ids.
+        prompt_sampling_masks: Sampling masks of the prompt's last tokens, packed or as lists of
+            ids; an empty one stands for all tokens. Their logprobs are of the distribution within
+            these supports: that of a sample that was drawn under limits.
         return_routed_experts: Report the experts that the routers of a mixture chose for each
             token, in each layer. The prompt is computed from `routed_experts_prompt_start` on.
         routed_experts_prompt_start: Report them from this position of the prompt on; the KV of what
             comes before may be cached.
-        return_sampling_mask: Report each position's support, the tokens that could be sampled
-            there, as their ids.
         forced_tokens: The first tokens of each sample, in place of sampled ones: computed and
             reported as if they had been sampled. Sampling goes on after them.
         prompt_logprob_token_ids: Targets: token ids whose logprobs are reported at positions of the
@@ -232,6 +235,13 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             sglang="",
         ),
     ] = 0
+    prompt_sampling_masks: Annotated[
+        tuple[bytes | tuple[Int64, ...], ...] | None,
+        Parameter(
+            "ours: for each of the prompt's last tokens the ids among which it was sampled, as a "
+            "list or as `sampling_masks` has them: its logprobs are of these alone"
+        ),
+    ] = None
 
     return_routed_experts: Annotated[
         bool,
@@ -289,12 +299,13 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             self._freeze("forced_tokens", tuple, list)
         if type(self.logit_bias) is not FrozenDict:
             self._freeze("logit_bias", FrozenDict, dict)
-        if (targets := self.prompt_logprob_token_ids) is not None:
-            if hasattr(targets, "tolist"):  # an array or a tensor
-                targets = targets.tolist()
-            if isinstance(targets, list | tuple):
-                rows = [tuple(row) if isinstance(row, list) else row for row in targets]
-                msgspec.structs.force_setattr(self, "prompt_logprob_token_ids", tuple(rows))
+        for name in ("prompt_logprob_token_ids", "prompt_sampling_masks"):
+            if (lists := getattr(self, name)) is not None:
+                if hasattr(lists, "tolist"):  # an array or a tensor
+                    lists = lists.tolist()
+                if isinstance(lists, list | tuple):
+                    rows = [tuple(row) if isinstance(row, list) else row for row in lists]
+                    msgspec.structs.force_setattr(self, name, tuple(rows))
 
     def _freeze(self, name: str, kind: type, taken: Any) -> None:
         given = getattr(self, name)

@@ -227,12 +227,15 @@ class Trainer:
         return weights
 
     def step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One optimizer step on these groups; returns its figures.
+        """One optimizer step on these groups; returns its figures. Raises as `learn`."""
+        return self.learn(pack(groups))
+
+    def learn(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on a batch; returns its figures.
 
         Raises:
             FloatingPointError: The gradient is not a number; the weights are as they were.
         """
-        batch = pack(groups)
         logprobs = token_logprobs(self.model, batch, self.settings.temperature)
         loss, facts = policy_loss(logprobs, batch, self.settings)
         if self._reference is not None:

@@ -14,10 +14,11 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import BaseRoute
 
 from ..config import Config, GatewayConfig, NanoInferenceError
+from ..config.logger import get_logger
 from ..pipeline.client import BusClient
 from ..store.calls import DurableCall
 from ..telemetry import instruments
-from .api import anthropic, ollama
+from .api import anthropic, ollama, vllm
 from .api.kserve import http as kserve_http
 from .api.kserve.http import kserve_routes
 from .api.kserve.regions import TenantRegions
@@ -71,6 +72,7 @@ class Interfaces(Services):
         self.ollama = ollama.ModelCalls(self, self.info.cards)
         self.routes: list[PolicyRoute] = [
             *anthropic.model_routes(self.info.cards, self.info.card_of),
+            *vllm.vllm_routes(self),
             *sglang_routes(self),
             *openai_routes(self, self.info, self.responses),
             *anthropic.anthropic_routes(self),
@@ -122,6 +124,8 @@ class Application(Starlette):
             return kserve_http.respond(call, error)
         if ollama.is_called(call):
             return ollama.respond(call, error)
+        if vllm.is_called(call):
+            return vllm.respond(call, error)
         return error_response(error)
 
 
@@ -170,7 +174,17 @@ class GatewayApp(Application):
         self.background: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
             "policy": policy.run_forever,
             "durable calls": orphans,
+            "weight updates": self._recover,
         }
+
+    async def _recover(self) -> None:
+        """Complete the weight updates that killed gateways have decided."""
+        for each in self.services():
+            try:
+                await each.weight_sync.recover()
+            except NanoInferenceError as error:
+                # The next call about weights tries again, and returns the error.
+                get_logger().warning("weight_update_not_completed", reason=str(error))
 
     async def warm_up(self) -> None:
         """Load what the first calls to the loaded models would wait for."""

@@ -22,7 +22,13 @@ from .policy.administration import ROUTES as ADMINISTRATION
 from .policy.administration import Administration, Shown
 from .policy.audit import audit_change
 from .policy.policy import Policy
-from .server.http import JsonResponse, PlainTextResponse, Response, read_object
+from .server.http import (
+    JsonResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    read_object,
+)
 from .serving.lane_state import ASKED_EVERY_S, Readiness, Recent
 
 ROLE = "unified"
@@ -59,6 +65,8 @@ def gateway_routes(
     one_at_a_time = anyio.CapacityLimiter(1)
 
     async def root(call: Call) -> Response:
+        if config.gateway.console and "text/html" in (call.header("accept") or ""):  # a browser
+            return RedirectResponse("console/", 307)
         return PlainTextResponse(_ROOT)
 
     async def prometheus(call: Call) -> Response:
@@ -92,6 +100,7 @@ def gateway_routes(
         PolicyRoute("GET /", "nothing", root),
         *probe_routes(readiness),
         PolicyRoute("GET /progressz", "nothing", progressz),
+        PolicyRoute("GET /liveness", "nothing", progressz),
         PolicyRoute("GET /metrics", "read", prometheus),
         PolicyRoute("GET /status", "read", status),
         *admin_routes(policy, config),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 import uuid
 from asyncio import Task
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
-
-from msgspec.structs import replace
 
 from ..bus import Bus, OutputStream, control, open_bus
 from ..bus.codec import written_id
@@ -20,7 +18,9 @@ from ..bus.kv_events import KVEventEntry
 from ..bus.public import DEFAULT_TENANT, Completion, KVSessionResult, Output, SessionAction
 from ..bus.shards import Layout
 from ..bus.weights import (
+    PAUSE_MODES,
     InFlight,
+    PauseMode,
     StagedWeights,
     WeightsSource,
     check_in_flight,
@@ -37,10 +37,15 @@ from .scoring import Request, Submitter
 from .sessions import best_result, check_action
 from .stage_control import (
     Body,
+    Decide,
     Recipients,
     StageControl,
+    check_size,
+    checksums_of,
+    finish_together,
     least_version,
     load_adapter_together,
+    unload_adapter_together,
     update_weights_together,
 )
 
@@ -193,21 +198,22 @@ class BusClient(Submitter):
 
     # --- steps, weights and memory --------------------------------------------------------------
 
-    async def pause(self, in_flight: InFlight = "keep", *, lane: str | None = None) -> None:
+    async def pause(self, in_flight: PauseMode = "keep", *, lane: str | None = None) -> None:
         """Pause all steps until `resume`; returns when no step runs any more.
 
         Args:
             in_flight: The mode for requests in flight. keep: with their KV as it is. retract: they
                 compute it again. abort: they end at once, with status "cancelled" and code
-                "aborted".
+                "aborted". wait: batching's finish first, however long it takes.
             lane: Only this lane; every lane when None, here and in all operations below.
 
         Raises:
             WeightsError: `in_flight` is unknown.
             BusError: A lane did not answer.
         """
-        check_in_flight(in_flight)
-        await self._operate("batching", control.Pause(in_flight), lane=lane)
+        check_in_flight(in_flight, PAUSE_MODES)
+        limit_s = math.inf if in_flight == "wait" else ANSWER_S
+        await self._operate("batching", control.Pause(in_flight), limit_s, lane=lane)
         if in_flight == "abort":
             await self.cancel_all(lane=lane)
 
@@ -282,6 +288,8 @@ class BusClient(Submitter):
         partial: bool = False,
         timeout_s: float = 300.0,
         lane: str | None = None,
+        name: str = "",
+        decide: Decide | None = None,
     ) -> int:
         """Replace the weights of every lane between two steps, while requests are in flight.
 
@@ -298,6 +306,7 @@ class BusClient(Submitter):
             partial: Whether missing parameters stay as they are.
             timeout_s: Longest time to fetch them.
             lane: Only this lane; the tokens of other lanes carry their own version.
+            name: As for `finish_update`; `decide` records the version before any executor changes.
 
         Returns:
             The version of the weights.
@@ -309,11 +318,20 @@ class BusClient(Submitter):
         """
         check_in_flight(in_flight)
         with source_of(weights) as source:
+            check_size(self.bus, source)
             update = control.UpdateWeights(source, in_flight, version, partial, timeout_s)
             executors = await self._control.ready_recipients("executor", ANSWER_S, lane)
-            if len(executors) == 1:
+            if len(executors) == 1 and decide is None:
                 return await self._operate("executor", update, timeout_s + ANSWER_S, executors)
-            return await update_weights_together(self._control, executors, update, ANSWER_S)
+            about = (self._control, executors, update, ANSWER_S)
+            return await update_weights_together(*about, name, decide)
+
+    async def finish_update(
+        self, name: str, version: int, logged: str = "", *, timeout_s: float = 300.0
+    ) -> int:
+        """Have every executor put a decided update in place (`finish_together`)."""
+        finish = control.FinishUpdate(name, version, logged)
+        return await finish_together(self._control, finish, timeout_s)
 
     async def join_weights_group(
         self,
@@ -364,6 +382,7 @@ class BusClient(Submitter):
         update: str,
         weights: WeightsSource,
         *,
+        part: int | None = None,
         timeout_s: float = 300.0,
         lane: str | None = None,
     ) -> None:
@@ -375,14 +394,18 @@ class BusClient(Submitter):
         Args:
             update: The update's name; parts of another update are dropped.
             weights: The part's source. A tensor that comes again replaces the former.
+            part: Its number, from 0; one that comes again replaces the former. None for the next.
             timeout_s: Longest time to fetch it.
 
         Raises:
             WeightsError: It could not be fetched, or does not fit the model.
             BusError: A lane did not answer.
         """
-        part = control.UpdateWeights(weights, partial=True, timeout_s=timeout_s, part_of=update)
-        await self._operate("executor", part, timeout_s + ANSWER_S, lane=lane)
+        check_size(self.bus, weights)
+        message = control.UpdateWeights(
+            weights, partial=True, timeout_s=timeout_s, part_of=update, part=part
+        )
+        await self._operate("executor", message, timeout_s + ANSWER_S, lane=lane)
 
     async def weight_version(self, *, lane: str | None = None) -> int:
         """Return the version of the current weights; the smallest of several lanes.
@@ -391,6 +414,10 @@ class BusClient(Submitter):
             BusError: A lane did not answer.
         """
         return await self._operate("executor", control.TellWeightVersion(), lane=lane)
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of each parameter (`checksums_of`)."""
+        return await checksums_of(self._control, ANSWER_S)
 
     async def release_memory(
         self, tags: Iterable[MemoryTag] = MEMORY_TAGS, *, lane: str | None = None
@@ -500,18 +527,8 @@ class BusClient(Submitter):
             BusError: A lane did not answer, or requests are still in flight.
         """
         check_in_flight(in_flight)
-        unload, end = control.UnloadAdapter(id, in_flight), time.monotonic() + timeout_s
-        for stage in ("admission", "executor"):
-            recipients = await self._control.ready_recipients(stage, ANSWER_S, lane)
-            left_s = max(0.0, end - time.monotonic()) + (ANSWER_S if stage == "executor" else 0.0)
-            outcomes = await self._control.request(stage, unload, left_s, recipients)
-            if any(each.code != "adapter_not_found" for each in outcomes):
-                # Lanes without the adapter are done.
-                outcomes = [
-                    replace(each, code="") if each.code == "adapter_not_found" else each
-                    for each in outcomes
-                ]
-            least_version(recipients, outcomes, left_s, AdapterError)
+        unload = control.UnloadAdapter(id, in_flight)
+        await unload_adapter_together(self._control, unload, timeout_s, ANSWER_S, lane)
 
     async def adapters(self, *, lane: str | None = None) -> tuple[LoadedAdapter, ...]:
         """Return the adapters that requests can name in every lane of their model, or in `lane`;

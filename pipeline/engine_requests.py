@@ -431,6 +431,7 @@ def params_to_score(
             temperature=each.temperature,
             prompt_logprobs=0,
             prompt_logprob_start=max(len(prompt) - 1, 0),
+            prompt_sampling_masks=each.prompt_sampling_masks,
         )
         for each, prompt in zip(params, prompts, strict=True)
     ]

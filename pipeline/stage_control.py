@@ -14,9 +14,10 @@ import anyio
 from msgspec.structs import replace
 
 from ..bus import Bus, Outcome
-from ..bus.control import FinishUpdate, LoadAdapter, UpdateWeights
+from ..bus.control import ChecksumWeights, FinishUpdate, LoadAdapter, UnloadAdapter, UpdateWeights
 from ..bus.envelope import Message
 from ..bus.links import CONTROL, MODEL_MANAGER, MODELS, AnyLink, at
+from ..bus.weights import DeltaWeights, StagedWeights, WeightsSource
 from ..config import (
     REPLICATED,
     AdapterError,
@@ -233,12 +234,36 @@ def least_version(
     return min(outcome.weight_version for outcome in outcomes)
 
 
+Decide = Callable[[int, str], Awaitable[None]]
+"""Records the version of an update that all executors have checked, and its place in the log of
+weights."""
+
+MOST_DELTA_BYTES = 64 << 20
+"""The most bytes of a delta in a message: a server passes one message at a time."""
+
+
+def check_size(bus: Bus, source: WeightsSource | StagedWeights) -> None:
+    """Raises WeightsError for a delta that is too large for a message through a server."""
+    if isinstance(source, DeltaWeights) and bus.durable:
+        size = sum(len(data) for _, data in source.tensors)
+        if size > MOST_DELTA_BYTES:
+            raise WeightsError(
+                f"the delta has {size} bytes, and a message may have {MOST_DELTA_BYTES}; send it "
+                "by delta.save(path), SharedWeights(delta) or a group"
+            )
+
+
 GIVE_UP_S = 5.0
 """Longest wait for executors to drop a failed update; without a message they drop it later."""
 
 
 async def update_weights_together(
-    control: StageControl, executors: Recipients, update: UpdateWeights, answer_s: float
+    control: StageControl,
+    executors: Recipients,
+    update: UpdateWeights,
+    answer_s: float,
+    name: str = "",
+    decide: Decide | None = None,
 ) -> int:
     """Have every executor fetch and check the weights, then put them in place.
 
@@ -249,6 +274,9 @@ async def update_weights_together(
         executors: (lane, role) of each.
         update: The update; without a version it gets the one after the newest of all executors.
         answer_s: Longest wait for an answer to a short operation.
+        name: Name of the update; "" for a new one.
+        decide: Records the version in the store. Then no executor keeps the old weights: one that
+            is restarted meanwhile is waited for (`finish_together`).
 
     Returns:
         The version.
@@ -258,18 +286,28 @@ async def update_weights_together(
             lost after others had changed. The message names every executor's version.
         BusError: An executor did not answer and nothing has changed.
     """
-    name, limit_s = uuid.uuid4().hex, update.timeout_s + answer_s
+    name, limit_s = name or uuid.uuid4().hex, update.timeout_s + answer_s
     try:
-        prepare = replace(update, prepare_as=name)
+        prepare = replace(update, prepare_as=name, decided=decide is not None)
         outcomes = await control.request("executor", prepare, limit_s, executors)
         _check_prepared(executors, outcomes, limit_s)
-    except BaseException:
-        with anyio.move_on_after(GIVE_UP_S, shield=True), suppress(NanoInferenceError):
-            await control.request("executor", FinishUpdate(name), GIVE_UP_S, executors)
+        version = update.version
+        if version is None:
+            version = 1 + max(max(each.weight_version, each.newest_version) for each in outcomes)
+        if decide is not None:
+            logged = next((each.logged for each in outcomes if each.logged), "")
+            finish = FinishUpdate(name, version, logged)
+            await decide(version, logged)
+    except BusError as error:
+        # The decision may be in the store; without it the executors drop the weights in the end.
+        if decide is None or error.code == "no_answer":
+            await _drop(control, name, executors)
         raise
-    version = update.version
-    if version is None:
-        version = 1 + max(max(each.weight_version, each.newest_version) for each in outcomes)
+    except BaseException:
+        await _drop(control, name, executors)
+        raise
+    if decide is not None:
+        return await finish_together(control, finish, update.timeout_s + answer_s)
     outcomes = await control.request("executor", FinishUpdate(name, version), answer_s, executors)
     failed = [outcome for outcome in outcomes if outcome.code]
     if failed or len(outcomes) < len(executors):
@@ -280,6 +318,69 @@ async def update_weights_together(
             code="weights_differ",
         )
     return version
+
+
+async def finish_together(control: StageControl, finish: FinishUpdate, limit_s: float) -> int:
+    """Have every executor put a decided update in place.
+
+    An executor that is restarted meanwhile reads the weights in the log (`engine.weight_log`).
+
+    Returns:
+        The version.
+
+    Raises:
+        WeightsError: `weights_differ`: an executor has lost the weights.
+        BusError: An executor did not answer in time.
+    """
+    version, end = finish.version or 0, time.monotonic() + limit_s
+    while True:
+        left_s = max(end - time.monotonic(), 0.0)
+        executors = await control.ready_recipients("executor", left_s)
+        outcomes = await control.request("executor", finish, left_s, executors)
+        failed = [outcome for outcome in outcomes if outcome.code]
+        lasting = [each for each in failed if each.code not in _PASSING]
+        if lasting:
+            raise WeightsError(
+                f"the update is decided as version {version}, and {_where(lasting[0])} can't put "
+                f"it in place ({lasting[0].message}); {_versions(executors, outcomes)}; send all "
+                "weights again",
+                code="weights_differ",
+            )
+        if not failed and len(outcomes) >= len(executors):
+            return version
+        if time.monotonic() + LOOK_S > end:
+            raise BusError(
+                f"the update is decided as version {version}, and not all executors have answered "
+                f"in time: {_versions(executors, outcomes)}; call again",
+                code="no_answer",
+            )
+        await anyio.sleep(_POLL_S)
+
+
+async def checksums_of(control: StageControl, answer_s: float) -> dict[str, str]:
+    """Return the checksums of every executor's parameters.
+
+    Raises:
+        WeightsError: An executor can't compute them.
+        BusError: An executor did not answer.
+    """
+    executors = await control.ready_recipients("executor", answer_s)
+    outcomes = await control.request("executor", ChecksumWeights(), answer_s, executors)
+    least_version(executors, outcomes, answer_s)
+    return {
+        f"{each.lane}/{each.role}:{name}": checksum
+        for each in outcomes
+        for name, checksum in (each.checksums or {}).items()
+    }
+
+
+_PASSING = ("weights_busy", "weights_interrupted")
+"""Codes of executors that can do it later."""
+
+
+async def _drop(control: StageControl, name: str, executors: Recipients) -> None:
+    with anyio.move_on_after(GIVE_UP_S, shield=True), suppress(NanoInferenceError):
+        await control.request("executor", FinishUpdate(name), GIVE_UP_S, executors)
 
 
 def _check_prepared(executors: Recipients, outcomes: Sequence[Outcome], waited_s: float) -> None:
@@ -340,3 +441,26 @@ async def load_adapter_together(
             code="adapters_differ",
         )
     return least_version(executors, outcomes, limit_s, AdapterError)
+
+
+async def unload_adapter_together(
+    control: StageControl, unload: UnloadAdapter, limit_s: float, answer_s: float, lane: str | None
+) -> None:
+    """Have admissions refuse an adapter and end its requests, then executors forget it.
+
+    Raises:
+        AdapterError: `adapter_not_found`.
+        BusError: A lane did not answer, or requests are still in flight.
+    """
+    end = time.monotonic() + limit_s
+    for stage in ("admission", "executor"):
+        recipients = await control.ready_recipients(stage, answer_s, lane)
+        left_s = max(0.0, end - time.monotonic()) + (answer_s if stage == "executor" else 0.0)
+        outcomes = await control.request(stage, unload, left_s, recipients)
+        if any(each.code != "adapter_not_found" for each in outcomes):
+            # Lanes without the adapter are done.
+            outcomes = [
+                replace(each, code="") if each.code == "adapter_not_found" else each
+                for each in outcomes
+            ]
+        least_version(recipients, outcomes, left_s, AdapterError)

@@ -16,8 +16,8 @@ import structlog
 from ..bus import Bus, Inbox, Outcome, Sender
 from ..bus.control import Reset, StageReady, StageStarted, StageStopped
 from ..bus.envelope import Envelope
+from ..bus.kv_sessions import KVSessionResult
 from ..bus.links import CONTROL, AnyLink, Link, M, at
-from ..bus.public import KVSessionResult
 from ..config import (
     REPLICATED,
     BusError,
@@ -285,6 +285,8 @@ class Actor(ABC):
         error: NanoInferenceError | None = None,
         newest_version: int = 0,
         kv_session: KVSessionResult | None = None,
+        checksums: dict[str, str] | None = None,
+        logged: str = "",
     ) -> None:
         """Answer a control message: done, or the error."""
         outcome = Outcome(
@@ -295,6 +297,8 @@ class Actor(ABC):
             weight_version=weight_version,
             newest_version=newest_version,
             kv_session=kv_session,
+            checksums=checksums,
+            logged=logged,
         )
         try:
             await self.bus.replies.answer(operation_id, outcome)

@@ -8,7 +8,7 @@ import msgspec
 
 from .records import Records, readable
 
-_LARGEST = (1 << 63) - 1
+LARGEST = (1 << 63) - 1
 """The largest integer that every message can carry."""
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         digest: Of all weights, in that log.
     """
 
-    version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+    version: Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
     leader: str
     folder: str = ""
     stamp: str = ""
@@ -39,7 +39,7 @@ class AdapterInPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     """One adapter; the fields are as in WeightsInPlace."""
 
     id: str
-    version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+    version: Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
     folder: str = ""
     stamp: str = ""
 

@@ -18,6 +18,7 @@ from .redis.keys import Keys
 from .registry import ModelRegistry
 from .service import ServiceRecord
 from .trees import TreeStore
+from .weight_update import WeightUpdateRecord
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Store:
         policy: The policy document of gateways with `policy.backend: bus`.
         weights: The newest weights of a lane, for an executor that starts anew.
         adapters: The adapters of a lane, likewise.
+        weight_update: Trainers' weight updates through gateways.
         models: The models of the deployment.
         service: The service that each lane has given to its tenants.
         images: Decoded images of requests.
@@ -44,6 +46,7 @@ class Store:
     policy: PolicyRecord
     weights: InPlaceRecord[WeightsInPlace]
     adapters: InPlaceRecord[AdaptersInPlace]
+    weight_update: WeightUpdateRecord
     models: ModelRegistry
     service: ServiceRecord
     images: ImageStore
@@ -66,6 +69,7 @@ def store_on(
         PolicyRecord(keys, records),
         InPlaceRecord(keys.weights, WeightsInPlace, records),
         InPlaceRecord(keys.adapters, AdaptersInPlace, records),
+        WeightUpdateRecord(keys, records),
         ModelRegistry(keys, records),
         ServiceRecord(keys, records),
         images,

@@ -1,7 +1,7 @@
 """Chat templates: conversations as prompts, by the model's own template.
 
-A template comes with the model and is a program. It runs in Transformers' sandbox, in this process
-or in a worker process with a time limit.
+A template comes with the model, or with a call, and is a program. It runs in Transformers' sandbox,
+in this process or in a worker process with a time limit.
 """
 
 from __future__ import annotations
@@ -30,20 +30,25 @@ Run = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def template_of(
-    tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, Any]] | None = None
+    tokenizer: PreTrainedTokenizerFast,
+    tools: list[dict[str, Any]] | None = None,
+    given: str | None = None,
 ) -> str:
     """Return the template for a conversation with these tools.
+
+    Args:
+        given: The call's own, or the name of one of the model's; None for the model's.
 
     Raises:
         RequestError: no_chat_template.
     """
-    if not tokenizer.chat_template:
+    if not (tokenizer.chat_template or given):
         raise RequestError(
             "the model has no chat template; send the conversation as a prompt",
             code="no_chat_template",
         )
     try:
-        return str(tokenizer.get_chat_template(tools=tools))
+        return str(tokenizer.get_chat_template(chat_template=given, tools=tools))
     except ValueError as error:
         # Several templates, and none of them the default.
         raise RequestError(
@@ -60,6 +65,7 @@ def render(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
+    template: str | None = None,
     run: Run = render_template,
 ) -> str:
     """Return a conversation as text, with the special tokens that the template writes.
@@ -71,13 +77,15 @@ def render(
         add_generation_prompt: Whether the text ends with the begin of the assistant's turn.
         continue_final_message: Whether it ends within the last message, which is to be continued.
         variables: More variables of the template.
+        template: The call's own; None for the model's.
         run: Renders it; in this process by default.
 
     Raises:
         RequestError: no_chat_template, invalid_messages, chat_template_failed.
     """
     call = {
-        "template": template_of(tokenizer, tools),
+        "template": template_of(tokenizer, tools, template),
+        "own": template is None,
         "messages": [dict(message) for message in messages],
         "tools": tools,
         "add_generation_prompt": add_generation_prompt,
@@ -90,14 +98,16 @@ def render(
         found = run(call | {"tools": []})
     if "text" in found:
         return str(found["text"])
+    whose = _named(call)
     if "refused" in found:
         raise RequestError(
-            f"the model's chat template refuses these messages: {shown(found['refused'])}",
-            code="invalid_messages",
+            f"{whose} refuses these messages: {shown(found['refused'])}", code="invalid_messages"
         )
-    raise RequestError(
-        f"the model's chat template fails: {shown(found['failed'])}", code="chat_template_failed"
-    )
+    raise RequestError(f"{whose} fails: {shown(found['failed'])}", code="chat_template_failed")
+
+
+def _named(call: Mapping[str, Any]) -> str:
+    return f"the {'model' if call['own'] else 'call'}'s chat template"
 
 
 class TemplateWorkers:
@@ -153,10 +163,10 @@ class TemplateWorkers:
             if (number := found.get("signal")) is None:
                 return found
             raise RequestError(
-                f"the model's chat template took longer than {self._limit_s:g} s of CPU time "
+                f"{_named(call)} took longer than {self._limit_s:g} s of CPU time "
                 "(gateway.template_timeout_s) for these messages; send fewer"
                 if number == signal.SIGPROF
-                else f"the model's chat template ended its process by signal {number}",
+                else f"{_named(call)} ended its process by signal {number}",
                 code="chat_template_failed",
             )
         raise RequestError(

@@ -29,7 +29,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 _SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
 _SHORT_ID = 9
-_CODE = re.compile(r"\{%(.*?)%\}|\{\{(.*?)\}\}", re.DOTALL)
+_CODE = re.compile(r"\{([%{])")
 _TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 _LOOPS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
@@ -59,6 +59,7 @@ def render_conversation(
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
     where: str = "",
+    template: str | None = None,
     run: Run = render_template,
 ) -> RenderedConversation:
     """Render a conversation: of requests on the bus, of calls over HTTP, and in Python.
@@ -67,7 +68,7 @@ def render_conversation(
         placeholder: An image in a text; None for a model without images.
         form: The format of the model's messages, if known.
         tools: Functions that the model may call.
-        add_generation_prompt, continue_final_message, variables, run: As for `render`.
+        add_generation_prompt, continue_final_message, variables, template, run: As for `render`.
         where: The path of the variables in the request, with a dot at its end.
 
     Raises:
@@ -77,13 +78,13 @@ def render_conversation(
             template refuses them.
     """
     known = tools_read(tools)
-    template = template_of(tokenizer, known)
-    check_variables(variables or {}, template, tokenizer, where)
-    if known and "tools" not in names_read(template):
+    read_by = template_of(tokenizer, known, template)
+    check_variables(variables or {}, read_by, tokenizer, where)
+    if known and "tools" not in names_read(read_by):
         raise field_error(
             "tools",
-            ": the model's chat template does not read tools; leave them out, or serve a model "
-            "that was trained to call them",
+            f": the {'model' if template is None else 'call'}'s chat template does not read tools; "
+            "leave them out, or serve a model that was trained to call them",
             code="unsupported",
         )
     render_turns = partial(
@@ -93,12 +94,13 @@ def render_conversation(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         variables=variables,
+        template=template,
         run=run,
     )
     ids = form.call_ids if form else ""
 
     def render_in(shape: Iterable[Turn]) -> str:
-        read = as_read_by(template, shape, placeholder)
+        read = as_read_by(read_by, shape, placeholder)
         return render_turns(with_call_ids(read, ids) if ids else read)
 
     text = _in_a_form_that_is_taken(list(turns), render_in)
@@ -115,8 +117,19 @@ def tools_read(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
 def names_read(template: str) -> frozenset[str]:
     """Return the names in a template's code: its variables, and Jinja's own names; no attributes,
     and nothing in strings."""
-    code = " ; ".join(_TEXT.sub("''", a or b) for a, b in _CODE.findall(template))
+    code = " ; ".join(_TEXT.sub("''", each) for each in _code_in(template))
     return frozenset(_NAME.findall(code))
+
+
+def _code_in(template: str) -> Iterator[str]:
+    """Yield what stands between a template's marks of code, in linear time."""
+    at, last = 0, {end: template.rfind(end) for end in ("%}", "}}")}
+    while (found := _CODE.search(template, at)) is not None:
+        at, end = found.end(), "%}" if found[1] == "%" else "}}"
+        if at <= last[end]:
+            close = template.find(end, at)
+            yield template[at:close]
+            at = close + len(end)
 
 
 def check_variables(
@@ -130,17 +143,27 @@ def check_variables(
     Raises:
         FieldError: unsupported.
     """
-    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in variables:
-        if name in reserved or not name.isidentifier() or name in tokenizer.special_tokens_map:
+        if not may_be_given(name, tokenizer):
             why = "that can't be given to a chat template"
-        # A pattern of megabytes takes seconds to compile.
-        elif name not in template or re.search(rf"\b{name}\b", template) is None:
+        elif not reads(template, name):
             why = "the model's chat template does not read it"
         else:
             continue
         param = f"{where}{field_name(name)}"
         raise FieldError(f"{param}: {why}; leave it out", param=param, code="unsupported")
+
+
+def may_be_given(name: str, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Return whether a variable may have this name: no parameter of Transformers' call has it."""
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
+    return name.isidentifier() and name not in reserved and name not in tokenizer.special_tokens_map
+
+
+def reads(template: str, name: str) -> bool:
+    """Return whether a template reads a variable of a valid name."""
+    # A pattern of megabytes takes seconds to compile.
+    return name in template and re.search(rf"\b{name}\b", template) is not None
 
 
 # --- messages -----------------------------------------------------------------------------------

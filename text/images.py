@@ -203,6 +203,18 @@ class ImageProcessor:
             given = tuple(found)
         return Expanded(given, self._located(given, replacements))
 
+    def ranges(self, expanded: Expanded, sizes: Sequence[Size]) -> list[tuple[int, int]]:
+        """Return the offset and length of each image's tokens, with those between its placeholders.
+
+        Args:
+            sizes: Those with which the prompt was expanded.
+        """
+        cores = [self._core(self._encoded(each)) for each in self.replacements(sizes)]
+        return [
+            (image.start - core.index(self.placeholder_id), len(core))
+            for image, core in zip(expanded.images, cores, strict=True)
+        ]
+
     def check_no_images(self, token_ids: Sequence[int]) -> None:
         """Refuse a prompt without images that has tokens of some: the model would read embeddings
         that stand for nothing.

@@ -4,6 +4,9 @@
 loads Transformers once and forks a worker for each connection. A template that takes too much CPU
 time ends its worker by SIGPROF, even within C code; the program reports that and forks another one.
 The limit is CPU time so that a busy machine refuses no conversation. Requests and answers are JSON.
+
+A template that came with its call is the caller's program. Its text is limited, and its worker ends
+after it, since Transformers keeps compiled templates, and their constants, for ever.
 """
 
 from __future__ import annotations
@@ -22,12 +25,19 @@ from jinja2 import TemplateError
 _SPARE_BYTES = 1 << 30
 """Address space that a worker may add to the program's."""
 
+_MOST_CHARS = 1 << 24
+"""Characters that a call's own template may write."""
+
+_RENEWED = 3
+"""Exit status of a worker in whose place another one is forked."""
+
 
 def render_template(call: dict[str, Any]) -> dict[str, Any]:
     """Render a conversation.
 
     Args:
-        call: `template`, and the arguments of `chat_template.render`.
+        call: `template`, `own` (whether it is the model's), and the arguments of
+            `chat_template.render`.
 
     Returns:
         `text`; or `refused`, why the template refuses the conversation; or `failed`, another error.
@@ -56,6 +66,8 @@ def render_template(call: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  (any error of a program from elsewhere)
         return {"failed": str(error) or type(error).__name__}
     (text,), _ = rendered
+    if not call["own"] and len(text) > _MOST_CHARS:
+        return {"failed": f"it writes more than {_MOST_CHARS} characters"}
     return {"text": str(text)}
 
 
@@ -74,6 +86,8 @@ def _fork_worker(connection: Connection, connections: list[Connection]) -> int:
             found = render_template(call)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(json.dumps(found).encode())
+            if not call["own"]:
+                os._exit(_RENEWED)
     except (EOFError, OSError):
         os._exit(0)
     finally:
@@ -97,6 +111,7 @@ def main() -> None:
         if os.WIFSIGNALED(status):
             answer = {"signal": os.WTERMSIG(status)}
             connection.send_bytes(json.dumps(answer).encode())
+        if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == _RENEWED:
             workers[_fork_worker(connection, connections)] = connection
 
 

@@ -263,12 +263,13 @@ class _Follow:
 
 
 def _tokens_of(completion: Completion) -> int:
-    """Return the tokens of a completion's prompt and samples, and of their top logprobs."""
+    """Return the tokens of a completion's prompt and samples, of their top logprobs and masks."""
     size = len(completion.prompt_token_ids)
     size += sum(map(len, completion.prompt_top_logprobs or ()))
     for sample in completion.samples:
         size += len(sample.token_ids) + len(sample.embedding or ())
         size += sum(map(len, sample.top_logprobs or ()))
+        size += sum(map(len, sample.sampling_masks or ())) // 4
     return size
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..public import AfterTurn, KVSession, KVSessionResult, SessionTier
+from ..kv_sessions import AfterTurn, KVSession, KVSessionResult, SessionTier
 from ..sections import Section
 
 

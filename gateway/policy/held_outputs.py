@@ -19,6 +19,7 @@ from ...bus.public import (
     GenerateRequest,
     Output,
     TokenLogprob,
+    mask_ids,
     token_columns,
 )
 from ..serving.tokenizer import Tokenizer
@@ -209,16 +210,23 @@ class HeldOutputs:
     def _without_blocked_tokens(self, output: Output) -> Output:
         """Remove blocked tokens from the alternatives."""
         sampling = self._request.sampling
-        if not (sampling.logprobs or sampling.prompt_logprobs):
+        if not (sampling.logprobs or sampling.prompt_logprobs or sampling.return_sampling_mask):
             return output
         prompt_tops = self._allowed(output.prompt_top_logprobs)
         if isinstance(output, CompletionChunk):
             tops = self._allowed(output.top_logprobs)
             return msgspec.structs.replace(
-                output, top_logprobs=tops, prompt_top_logprobs=prompt_tops
+                output,
+                top_logprobs=tops,
+                prompt_top_logprobs=prompt_tops,
+                sampling_masks=self._allowed_masks(output.sampling_masks),
             )
         samples = tuple(
-            msgspec.structs.replace(each, top_logprobs=self._allowed(each.top_logprobs))
+            msgspec.structs.replace(
+                each,
+                top_logprobs=self._allowed(each.top_logprobs),
+                sampling_masks=self._allowed_masks(each.sampling_masks),
+            )
             for each in output.samples
         )
         return msgspec.structs.replace(output, samples=samples, prompt_top_logprobs=prompt_tops)
@@ -227,6 +235,12 @@ class HeldOutputs:
         if tops is None:
             return None
         return tuple(tuple(each for each in top if not self._blocks(each.token_id)) for top in tops)
+
+    def _allowed_masks(self, masks: tuple[bytes, ...] | None) -> tuple[bytes, ...] | None:
+        """Empty the masks with a blocked token: without it a mask would be of another support."""
+        if masks is None:
+            return None
+        return tuple(b"" if any(map(self._blocks, mask_ids(mask))) else mask for mask in masks)
 
     def _blocks(self, token_id: int) -> bool:
         if token_id not in self._blocked_tokens:

@@ -190,7 +190,9 @@ def _refused_kind(headers: Headers, more: Collection[str]) -> _Refused | None:
     json = kind == "application/json" or (
         kind.startswith("application/") and kind.endswith("+json")
     )
-    if (body or kind) and not json and kind not in more:
+    # aiohttp declares a body so that isn't there, and no page can without a preflight.
+    nothing = kind == _BYTES and not body and "content-length" in headers
+    if (body or kind) and not (json or nothing) and kind not in more:
         return _Refused(
             f"the Content-Type is {shown(kind)}; send JSON, and with it the header "
             "'Content-Type: application/json'",

@@ -20,6 +20,7 @@ from .measures import Reason
 PROBES = frozenset(
     (
         *("/livez", "/healthz", "/readyz", "/progressz", "/health"),
+        "/liveness",
         *("/v2/health/live", "/v2/health/ready"),
     )
 )

@@ -1,4 +1,4 @@
-"""Conversations as prompts, by the model's chat template in worker processes."""
+"""Conversations as prompts, by the model's or the call's chat template in worker processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from typing import Any, NamedTuple
 import anyio.to_thread
 import msgspec
 
+from ...config import Config, RequestError, field_error, field_name
 from ...text.chat_template import TemplateWorkers, template_of
-from ...text.conversation import RenderedConversation, names_read, render_conversation, tools_read
+from ...text.conversation import (
+    RenderedConversation,
+    may_be_given,
+    names_read,
+    reads,
+    render_conversation,
+    tools_read,
+)
 from ...text.conversation import Turn as Turn
 from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason
 from ..server.http import FieldError
@@ -18,6 +26,8 @@ from .capacity import Capacity
 from .fields import ignore
 from .images import sources_in, text_in, without_sources
 from .tokenizer import LazyTokenizer, Tokenizer
+
+_TEMPLATE, _VARIABLES = "chat_template", "chat_template_kwargs"
 
 AT_ONCE = 3
 """Templates that run at a time. Each keeps a core busy, and one tenant alone has two."""
@@ -52,6 +62,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         tools: Tools that the model may call.
         reasoning: None leaves reasoning to the template.
         may_be_longer: Whether the prompt may have more tokens than the model takes; it is cut.
+        template: The call's own chat template, that `check_template` has accepted; None for the
+            model's.
     """
 
     turns: list[Turn]
@@ -61,6 +73,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[Tool, ...] = ()
     reasoning: Reasoning | None = None
     may_be_longer: bool = False
+    template: str | None = None
 
 
 class Rendered(NamedTuple):
@@ -121,7 +134,7 @@ class ChatTemplates:
         conversation = self.normal(conversation)
         await self.start()  # while this process loads the tokenizer
         tokenizer, max_model_len = await self._tokenizer.required(), await self.max_model_len()
-        form = await self._tokenizer.message_format()
+        form = await self.form(conversation.template, tenant)
 
         def work() -> Rendered:
             # Before the template, which may drop text, and after it, which may add text.
@@ -137,7 +150,29 @@ class ChatTemplates:
             return Rendered(prompt, opening)
 
         async with self._capacity.slot(tenant):
-            return await anyio.to_thread.run_sync(work, limiter=self._threads)
+            try:
+                return await anyio.to_thread.run_sync(work, limiter=self._threads)
+            except RequestError as error:
+                if conversation.template is None or error.code != "chat_template_failed":
+                    raise
+                raise FieldError(error.message, param=_TEMPLATE, code=error.code) from None
+
+    async def form(self, template: str | None, tenant: str) -> MessageFormat | None:
+        """Return the format of the messages that a template writes; None if it is unknown.
+
+        Args:
+            template: The call's own; None for the model's.
+
+        Raises:
+            RequestError: As `LazyTokenizer.message_format`.
+            EngineError: overloaded.
+        """
+        if template is None:
+            return await self._tokenizer.message_format()
+        await self.start()
+        find = await self._tokenizer.finds_format(template)
+        async with self._capacity.slot(tenant):
+            return await anyio.to_thread.run_sync(find, limiter=self._threads)
 
     def normal(self, conversation: Conversation) -> Conversation:
         """Return a conversation as it is rendered: without lines for billing, by the setting."""
@@ -146,9 +181,11 @@ class ChatTemplates:
     async def texts(
         self, conversations: Sequence[Conversation], tenant: str
     ) -> list[RenderedConversation]:
-        """Return conversations as texts, in `normal` form; arguments and errors as of `render`."""
+        """Return conversations of one template as texts, in `normal` form; arguments and errors as
+        of `render`."""
         await self.start()
-        tokenizer, form = await self._tokenizer.required(), await self._tokenizer.message_format()
+        tokenizer = await self._tokenizer.required()
+        form = await self.form(conversations[0].template, tenant)
 
         def work() -> list[RenderedConversation]:
             return [self._rendered(tokenizer, each, form) for each in conversations]
@@ -159,10 +196,12 @@ class ChatTemplates:
     def _rendered(
         self, tokenizer: Tokenizer, conversation: Conversation, form: MessageFormat | None
     ) -> RenderedConversation:
-        template = template_of(tokenizer.transformers, tools_read(conversation.tools))
+        template = template_of(
+            tokenizer.transformers, tools_read(conversation.tools), conversation.template
+        )
         variables = reasoning_variables(
             conversation.reasoning,
-            conversation.variables,
+            self._variables_read(conversation.variables, template, tokenizer),
             template,
             always=form is not None and form.reasoning is not None,
         )
@@ -175,9 +214,53 @@ class ChatTemplates:
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             variables=variables,
-            where="chat_template_kwargs.",
+            where=f"{_VARIABLES}.",
+            template=conversation.template,
             run=self._workers.run,
         )
+
+    @staticmethod
+    def _variables_read(
+        given: Mapping[str, Any], template: str, tokenizer: Tokenizer
+    ) -> dict[str, Any]:
+        """Return the variables that a template reads. Others, which programs send to every model,
+        are neutral; those that no template may have are left for the error."""
+        found = dict(given)
+        for name in given:
+            if may_be_given(name, tokenizer.transformers) and not reads(template, name):
+                ignore(f"{_VARIABLES}.{field_name(name)}")
+                del found[name]
+        return found
+
+
+# --- templates of calls -------------------------------------------------------------------------
+
+_MOST_TEMPLATE_CHARS = 1 << 16
+
+
+def check_template(template: str, config: Config) -> str | None:
+    """Return a call's own chat template; None without one.
+
+    Raises:
+        FieldError: unsupported: `gateway.chat_template_in_requests` is off; invalid_request: it is
+            too long.
+    """
+    if not template:
+        return None
+    if not config.gateway.chat_template_in_requests:
+        raise field_error(
+            _TEMPLATE,
+            "is not taken here, since a template is a program; leave it out, or set "
+            "gateway.chat_template_in_requests, or send the rendered text or tokens to "
+            "/v1/completions",
+            code="unsupported",
+        )
+    if len(template) > _MOST_TEMPLATE_CHARS:
+        raise field_error(
+            _TEMPLATE,
+            f"has {len(template)} characters; it may have {_MOST_TEMPLATE_CHARS}",
+        )
+    return template
 
 
 # --- billing --------------------------------------------------------------------------------------
@@ -246,7 +329,7 @@ def reasoning_variables(
     _report_without_effect(reasoning, found, always=always or EFFORT in read)
     for name, value in found.items():
         if name in given and given[name] != value:
-            param = f"chat_template_kwargs.{name}"
+            param = f"{_VARIABLES}.{name}"
             fields = " and ".join(dict.fromkeys((reasoning.on_param, reasoning.effort_param)))
             raise FieldError(f"{param} says otherwise than {fields}; give one of them", param=param)
     return dict(given) | found

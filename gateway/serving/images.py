@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 from ...bus.public import ImageInput
@@ -12,9 +13,13 @@ from ...media.decoder import ImageDecoder, check_file
 from ...media.fetch import ImageFetcher
 from ...media.turns import FairDecoder
 from ...text.forgiving_base64 import decode_base64
+from ...text.image_tokens import Size
 from ..server.http import field_error
 from .capacity import Capacity
 from .tokenizer import LazyTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from ...text.images import ImageProcessor
 
 FETCHES = 8
 """Images fetched at a time. One tenant alone may have half of these places."""
@@ -201,6 +206,38 @@ class Images:
         Raises:
             RequestError: invalid_image, image_too_large, image_decode_failed, images_mismatch.
         """
+        processor, sizes = await self._sized(tokenizer, images, tenant)
+        whole = await self._decoder.run(tenant, partial(processor.expand_text, text, sizes))
+        return await tokenizer.token_ids(whole, add_special=add_special)
+
+    async def located(
+        self,
+        tokenizer: LazyTokenizer,
+        token_ids: Sequence[int],
+        images: Sequence[ImageInput],
+        tenant: str,
+    ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Return a prompt of tokens with all tokens of its images, and the offset and length of
+        those of each image.
+
+        Args:
+            token_ids: As of `ImageProcessor.expand`.
+
+        Raises:
+            RequestError: As `expand`.
+        """
+        processor, sizes = await self._sized(tokenizer, images, tenant)
+
+        def found() -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+            expanded = processor.expand(token_ids, sizes)
+            return expanded.token_ids, processor.ranges(expanded, sizes)
+
+        return await self._decoder.run(tenant, found)
+
+    async def _sized(
+        self, tokenizer: LazyTokenizer, images: Sequence[ImageInput], tenant: str
+    ) -> tuple[ImageProcessor, list[Size]]:
+        """Return the model's processor, and the images' sizes, which it can take."""
         loaded, config = await tokenizer.required(), self._config
         processor = loaded.images
         assert processor is not None, "check comes before"
@@ -208,13 +245,9 @@ class Images:
             await self._decoder.size(image.data, f"images[{place}]", tenant)
             for place, image in enumerate(images)
         ]
-
-        def expanded() -> str:
-            processor.check_growth(sizes, max_pixels=config.max_pixels, max_side=config.max_side)
-            return processor.expand_text(text, sizes)
-
-        whole = await self._decoder.run(tenant, expanded)
-        return await tokenizer.token_ids(whole, add_special=add_special)
+        limits = {"max_pixels": config.max_pixels, "max_side": config.max_side}
+        await self._decoder.run(tenant, partial(processor.check_growth, sizes, **limits))
+        return processor, sizes
 
 
 def unsupported_here(where: str) -> RequestError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -19,6 +19,9 @@ from ...text.context_length import longest_context_of
 from ..call import Call
 from ..caller import Caller, check_allowed
 from .model_names import adapter_of
+
+if TYPE_CHECKING:
+    from .adapter_folders import AdapterFolders
 
 T = TypeVar("T")
 
@@ -158,6 +161,11 @@ class ServedModels:
         self._client = client
         self._reports = Recent(client.deployment.reports, ASKED_EVERY_S)
         self._adapters: tuple[LoadedAdapter, ...] = ()
+        self._folders: AdapterFolders | None = None
+        if config.gateway.adapter_folder:
+            from .adapter_folders import AdapterFolders
+
+            self._folders = AdapterFolders(client, config.gateway.adapter_folder)
 
     async def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the adapters of every lane; the last known ones while no admission is ready."""
@@ -190,17 +198,22 @@ class ServedModels:
         return {name: each[0] for name, each in found.items() if each}
 
     async def check(self, model: str, caller: Caller) -> None:
-        """Check that a name exists, and that the caller may use it.
+        """Check that a name exists, and that the caller may use it. An adapter of
+        `gateway.adapter_folder` is loaded.
 
         Raises:
             RequestError: unknown_model, model_not_found.
+            AdapterError: The named adapter can't be loaded.
         """
         adapter = adapter_of(model, self._config)
         check_allowed(caller, adapter or self.default)
         if not adapter:
             return
-        adapters = [each.id for each in await self.adapters()]
-        if adapter not in adapters:
+        adapters, folders = [each.id for each in await self.adapters()], self._folders
+        if adapter in adapters:
+            if folders is not None:
+                folders.note(adapter)
+        elif folders is None or not await folders.load(adapter, self):
             raise unknown_model(model, self.default, *adapters)
 
     @asynccontextmanager

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 from .message_parts import TokenRecord
 from .tokenizer import Tokenizer
+
+
+def restricted(logprob: float, support: float) -> float:
+    """Return the logprob within a support, float32 as both are."""
+    (found,) = struct.unpack("f", struct.pack("f", logprob - support))
+    return float(found)
 
 
 class TokenNames:
@@ -62,12 +69,15 @@ class TextLogprobs:
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([token.token_id]))
-        return {
+        written: dict[str, Any] = {
             "tokens": [self._names.name(token.token_id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._tops(token) for token in tokens],
             "text_offset": offsets,
         }
+        if any(token.support is not None for token in tokens):
+            written["support_logprobs"] = [token.support for token in tokens]
+        return written
 
     def _tops(self, token: TokenRecord) -> dict[str, float] | None:
         """Return the likeliest tokens and the token itself. Of two with one text the likelier
@@ -90,12 +100,14 @@ def token_entries(tokens: Sequence[TokenRecord], names: TokenNames | None) -> li
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         if names is None:
-            return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
+            named = {"token": f"token_id:{token_id}", "token_id": token_id}
+            return named | {"logprob": logprob, "bytes": None}
         bytes_ = list(names.bytes(token_id))
         return {"token": names.name(token_id), "logprob": logprob, "bytes": bytes_}
 
     return [
         entry(token.token_id, token.logprob)
         | {"top_logprobs": [entry(top.token_id, top.logprob) for top in token.top]}
+        | ({} if token.support is None else {"support_logprob": token.support})
         for token in tokens
     ]

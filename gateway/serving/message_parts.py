@@ -21,6 +21,8 @@ class TokenRecord(NamedTuple):
         top: The likeliest tokens at its place; empty if they were not requested.
         version: The version of the weights that sampled it.
         text: The text that it adds; "" for a special token.
+        support: Log S at its place; None without limits of the choice.
+        mask: Its sampling mask; None if it was not requested.
         rank: Its place among all tokens, from 1; None if unknown.
     """
 
@@ -29,6 +31,8 @@ class TokenRecord(NamedTuple):
     top: Sequence[TokenLogprob]
     version: int = 0
     text: str = ""
+    support: float | None = None
+    mask: bytes | None = None
     rank: int | None = None
 
 
@@ -135,6 +139,11 @@ class MessageParts:
         records = records_of(
             chunk.token_ids, chunk.logprobs, chunk.top_logprobs, chunk.weight_version
         )
+        if (supports := chunk.support_logprobs) is not None:
+            pairs = zip(records, supports, strict=True)
+            records = [record._replace(support=each) for record, each in pairs]
+        if (masks := chunk.sampling_masks) is not None:
+            records = [r._replace(mask=mask) for r, mask in zip(records, masks, strict=True)]
         if self._tokens is None:
             new.records.extend(records)
             if chunk.text:

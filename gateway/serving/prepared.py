@@ -107,7 +107,11 @@ async def as_submitted(
     if as_tokens and request.prompt is not None:
         if request.images:
             token_ids = await services.images.expand(
-                services.tokenizer, request.prompt, request.images, request.tenant
+                services.tokenizer,
+                request.prompt,
+                request.images,
+                request.tenant,
+                add_special=request.add_special_tokens,
             )
         else:
             token_ids = await services.tokenizer.token_ids(
@@ -157,7 +161,7 @@ async def prepare(
     """
     tokenizer = services.tokenizer
     async with connected(call.cancelled):
-        form = await tokenizer.message_format()
+        form = await services.templates.form(conversation.template, call.tenant)
         reasons = form is not None and form.reads_reasoning
         if use.usable and (form is None or not form.reads_calls):
             raise _not_known("how this model writes calls", "tools")
@@ -213,7 +217,8 @@ async def conversation_tokens(
     """
     sources, tokenizer = sources_in(conversation.turns), await services.tokenizer.required()
     services.images.check(sources, tokenizer)
-    conversation = _with_readable_reasoning(conversation, await services.tokenizer.message_format())
+    form = await services.templates.form(conversation.template, tenant)
+    conversation = _with_readable_reasoning(conversation, form)
     rendered = await services.templates.render(conversation, tenant)
     images = await services.images.load(sources, tenant)
     return await tokens_of(services, rendered.prompt, images, tenant)

@@ -31,6 +31,10 @@ _PER_CALL = ("max_tokens", "logprobs", *_OF_PROMPTS, *_OF_EXPERTS)
 TEXT_SAMPLING = {name: own for name, own in VLLM.items() if own not in _PER_CALL}
 """Those that have one meaning in all of OpenAI's calls; the others are fields of each body."""
 
+_OF_CHOICES = ("return_sampling_mask", "prompt_sampling_masks")
+RESPONSE_SAMPLING = {name: own for name, own in TEXT_SAMPLING.items() if own not in _OF_CHOICES}
+"""Those of them that responses have."""
+
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
 _BODY_TYPES = {**TYPES, "stop": str | list[str]}
@@ -58,6 +62,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         "flat_logprobs": "only about vLLM's memory",
         "include_stop_str_in_output": _NO_TEXT,
         "output_kind": "`stream` decides",
+        "routed_experts_prompt_start": "only about experts that are reported",
         "skip_special_tokens": _NO_TEXT,
         "spaces_between_special_tokens": "only for slow tokenizers",
     }

@@ -94,7 +94,7 @@ class Services:
         )
         self.durable = DurableCalls(client, config)
         self.keyed = BodyCalls(self.durable, config.engine.model_name)
-        self.labels = VersionLabels()
+        self.labels = VersionLabels(client.bus.store.weight_update)
         self.weight_sync = WeightSync(client, self.labels, gateway.sync_timeout_s)
 
     async def warm_up(self) -> None:

@@ -183,6 +183,15 @@ class LazyTokenizer:
                 self._format = (await self.beside(found),)
         return self._format[0]
 
+    async def finds_format(self, template: str) -> Callable[[], MessageFormat | None]:
+        """Return what finds the format of the messages that a call's own chat template writes.
+
+        Raises:
+            RequestError: unsupported: there is no tokenizer.
+        """
+        tokenizer, folder = (await self.required()).transformers, folder_of(self._folder)
+        return partial(format_of, tokenizer, folder, self._format_asked, self._run, template)
+
     async def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
         """Return a text's tokens, like `Tokenizer.token_ids`; a long text is tokenized in a thread.
 

@@ -5,41 +5,55 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
+from msgspec.structs import replace
 
 from ...bus.control import MemoryTag
-from ...bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
+from ...bus.weights import GroupWeights, InFlight, PauseMode, StagedWeights, WeightsSource
 from ...config import NanoInferenceError, WeightsError
 from ...config.logger import get_logger
 from ...pipeline.client import BusClient
+from ...store.weight_update import Stored, WeightUpdateRecord, WeightUpdateState
 
 _MORE_S = 30.0
 """Seconds that a call waits for the calls before it, beyond the time limit of a part."""
 
 _KEPT_LABELS = 1000
 
+MOST_LABEL = 1000
+"""Characters of a version's name."""
+
 
 class VersionLabels:
-    """Clients' names of the weight versions that came through this gateway.
+    """Trainers' names of weight versions, as last read from the store.
 
     The last thousand names are kept. A version without a name is called by its number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: WeightUpdateRecord | None = None) -> None:
+        """`record`: where all gateways keep them; None for this process alone."""
+        self._record = record
         self._labels: dict[int, str] = {}
+
+    async def refresh(self) -> None:
+        """Read the names that other gateways may have set. Raises BusError."""
+        if self._record is not None:
+            self._labels = await self._record.labels()
 
     def of(self, version: int) -> str:
         """Return a version's name."""
         return self._labels.get(version, str(version))
 
-    def put(self, version: int, label: str) -> None:
-        """Set a version's name."""
+    def put(self, version: int, label: str) -> dict[int, str]:
+        """Set a version's name; return all names."""
         self._labels.pop(version, None)
         if label != str(version):
             self._labels[version] = label
         while len(self._labels) > _KEPT_LABELS:
             del self._labels[min(self._labels)]
+        return self._labels
 
 
 def number_of(label: str | None, present: int) -> int | None:
@@ -49,23 +63,8 @@ def number_of(label: str | None, present: int) -> int | None:
     return int(label) if int(label) > present else None
 
 
-class _Parts:
-    """The parts of one update.
-
-    Attributes:
-        update: The executors' name of the update.
-        count: The number of staged parts.
-        failure: Why a part was not staged; then none will be put in place.
-        label: The client's name of the version that they make.
-        in_flight: The fate of requests in flight when they are put in place.
-    """
-
-    def __init__(self) -> None:
-        self.update = uuid.uuid4().hex
-        self.count = 0
-        self.failure = ""
-        self.label: str | None = None
-        self.in_flight: InFlight = "keep"
+class NoSession(WeightsError):
+    """The call needs an open session."""
 
 
 class WeightSync:
@@ -78,47 +77,98 @@ class WeightSync:
 
     Outside of that each call is an update of its own.
 
+    The state is a record in the store, so that any gateway continues an update, also after this one
+    is killed. All executors check the parts, then the record gets the version (the decision), then
+    they change: before the decision every executor keeps the old weights, and after it every one
+    gets the new ones. A decided update that its gateway didn't complete is completed by the next
+    call, by `recover`, or by the executors.
+
     Calls are taken one at a time, in order. One that waits for others too long is refused with a
     WeightsError, `weights_busy`, and has changed nothing.
-
-    Attributes:
-        paused: Whether generation was paused through this gateway.
-        released: The memory that was released through it.
     """
 
     def __init__(self, client: BusClient, labels: VersionLabels, timeout_s: float) -> None:
-        self.paused = False
-        self.released: set[MemoryTag] = set()
         self._client = client
+        self._record = client.bus.store.weight_update
         self._labels = labels
         self._timeout_s = timeout_s
         self._lock = anyio.Lock()
-        self._session = False
-        self._parts = _Parts()
+        self._stored = Stored(WeightUpdateState(), b"")
 
-    async def pause(self, in_flight: InFlight) -> int:
-        """Pauses generation and begins an update; returns how many parts of another it dropped."""
+    @property
+    def state(self) -> WeightUpdateState:
+        """The state as this gateway last read it."""
+        return self._stored.state
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation was paused through a gateway."""
+        return self.state.paused
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The memory that was released through a gateway."""
+        return frozenset(self.state.released)
+
+    async def refresh(self) -> WeightUpdateState:
+        """Return the state as all gateways have it now. Raises BusError."""
+        self._stored = await self._record.read()
+        return self.state
+
+    async def recover(self) -> None:
+        """Complete an update that a killed gateway has decided.
+
+        Raises:
+            WeightsError: Some executor has lost the weights.
+            BusError: An executor does not answer.
+        """
+        await self._labels.refresh()
+        if (await self.refresh()).committed:
+            async with self._turn():
+                pass
+
+    async def pause(self, in_flight: PauseMode, *, asleep: bool = False) -> int:
+        """Pause generation and begin an update; return how many parts of another it dropped.
+
+        `asleep`: whether `resume_memory` of everything ends the pause.
+        """
         async with self._turn():
             await self._client.pause(in_flight)
-            self.paused = True
-            return 0 if self._session else self._begin()
+            state = self.state
+            begun = state if state.session else _begun(state)
+            await self._save(replace(begun, paused=True, asleep=asleep))
+            return 0 if state.session else state.parts
 
-    async def open(self) -> int:
-        """Begins an update; returns how many parts of another it dropped.
+    async def open(self, *, drop: bool = False) -> int:
+        """Begin an update; return how many parts of another it dropped.
+
+        Args:
+            drop: Whether an open session is dropped, parts and all.
 
         Raises:
             WeightsError: A session is open.
         """
         async with self._turn():
-            if self._session:
+            state = self.state
+            if state.session and not drop:
                 raise WeightsError(
                     "a weight update session is open already; end it first", code="weights_busy"
                 )
-            self._session = True
-            return self._begin()
+            await self._save(replace(_begun(state), session=True))
+            return state.parts
 
-    async def close(self) -> int | None:
-        """Ends a session: its parts are put in place.
+    async def meet(self, group: str, packed_bytes: int) -> None:
+        """Note a new trainer's group, "" for none; the open session of a former one is dropped."""
+        async with self._turn():
+            state = replace(self.state, group=group, packed_bytes=packed_bytes)
+            await self._save(replace(_begun(state), session=False) if state.session else state)
+
+    async def close(self, label: str | None = None, *, again: bool = False) -> int | None:
+        """End a session: its parts are put in place.
+
+        Args:
+            label: The trainer's name of the version; None for that of the parts.
+            again: Whether a repeated call returns what the first one did.
 
         Returns:
             The version in place by that; None when there were no parts.
@@ -126,14 +176,20 @@ class WeightSync:
         Raises:
             WeightsError: No session is open, or a part has failed.
         """
-        async with self._turn():
-            if not self._session:
-                raise WeightsError("no weight update session is open; begin one first")
-            self._session = False
-            return await self._put_in_place()
+        async with self._turn() as completed:
+            state = self.state
+            if not state.session:
+                repeated = state.last_label == (label or state.last_label)
+                if state.last and repeated and (again or completed):
+                    return state.last
+                why = f" (the last one failed: {state.last_failure})" if state.last_failure else ""
+                raise NoSession(f"no weight update session is open{why}; begin one first")
+            if label is not None:
+                await self._save(replace(state, label=_checked(label)))
+            return await self._put_in_place(end_session=True)
 
     async def resume(self) -> int | None:
-        """Puts the parts in place, and lets generation go on, also when that fails.
+        """Put the parts in place, and let generation go on, also when that fails.
 
         Returns:
             As `close`.
@@ -143,26 +199,30 @@ class WeightSync:
         """
         async with self._turn():
             try:
-                return None if self._session else await self._put_in_place()
+                return None if self.state.session else await self._put_in_place()
             finally:
                 await self._client.resume()
-                self.paused = False
+                await self._save(replace(self.state, paused=False, asleep=False))
 
     async def release_memory(self, tags: Iterable[MemoryTag]) -> int:
-        """Releases memory and begins an update; returns how many parts of another it dropped.
+        """Release memory and begin an update; return how many parts of another it dropped.
 
         Raises:
             WeightsError: A weight update is under way.
         """
         async with self._turn():
             await self._client.release_memory(tags)
-            self.released.update(tags)
-            return 0 if self.paused or self._session else self._begin()
+            state = self.state
+            keeps = state.paused or state.session
+            released = tuple(sorted({*state.released, *tags}))
+            await self._save(replace(state if keeps else _begun(state), released=released))
+            return 0 if keeps else state.parts
 
     async def resume_memory(self, tags: Collection[MemoryTag]) -> int | None:
-        """Takes memory again, and before the last of it puts the parts in place.
+        """Take memory again, and before the last of it put the parts in place.
 
         The parts are a copy of the weights, for which there may be no room beside the KV cache.
+        The pause of a sleep ends with the last of the memory.
 
         Returns:
             As `close`.
@@ -173,25 +233,37 @@ class WeightSync:
         async with self._turn():
             if "weights" in tags:
                 await self._client.resume_memory(("weights",))
-                self.released.discard("weights")
-            wait = self.paused or self._session or self.released - set(tags)
+                await self._returned("weights")
+            state = self.state
+            wakes = state.asleep and not self.released - set(tags)
+            wait = state.session or self.released - set(tags) or (state.paused and not wakes)
             try:
                 return None if wait else await self._put_in_place()
             finally:
                 if "kv_cache" in tags:
                     await self._client.resume_memory(("kv_cache",))
-                    self.released.discard("kv_cache")
+                    await self._returned("kv_cache")
+                if wakes:
+                    await self._client.resume()
+                    await self._save(replace(self.state, paused=False, asleep=False))
 
     async def take(
-        self, weights: WeightsSource, label: str | None, *, abort: bool = False, whole: bool = False
+        self,
+        weights: WeightsSource,
+        label: str | None,
+        *,
+        abort: bool = False,
+        whole: bool = False,
+        in_session: bool = False,
     ) -> int | None:
-        """Takes new weights, as a part or at once.
+        """Take new weights, as a part or at once.
 
         Args:
             weights: Their source.
-            label: The client's name of the version that they make.
+            label: The trainer's name of the version that they make.
             abort: Whether requests in flight end when they are put in place.
             whole: Whether they are all the weights that there are, unless they are a part.
+            in_session: Whether they must be a part of an open session.
 
         Returns:
             The version in place; None when they are kept until later.
@@ -200,39 +272,46 @@ class WeightSync:
             WeightsError: They could not be taken.
         """
         async with self._turn():
-            if not (self.paused or self._session or self.released):
+            label = None if label is None else _checked(label)
+            state = self.state
+            if in_session and not state.session:
+                raise NoSession("no weight update session is open; begin one first")
+            if not (state.paused or state.session or state.released):
                 return await self._update_weights(
                     weights, label, "abort" if abort else "keep", partial=not whole
                 )
-            parts = self._parts
-            if parts.failure:
+            if state.failure:
                 if isinstance(weights, GroupWeights):
                     # So that a trainer that broadcasts does not wait for the executors.
                     await self._client.leave_weights_group(weights.group)
                 raise WeightsError(
-                    f"a part of this update has failed ({parts.failure}); begin anew with "
+                    f"a part of this update has failed ({state.failure}); begin anew with "
                     "a pause or a session, and send all parts",
                     code="weights_incomplete",
                 )
             try:
-                await self._client.stage_weights(parts.update, weights, timeout_s=self._timeout_s)
+                # With its number: a part that came while its gateway was killed may come again.
+                await self._client.stage_weights(
+                    state.update, weights, part=state.parts, timeout_s=self._timeout_s
+                )
             except NanoInferenceError as error:
-                parts.failure = error.message
+                await self._save(replace(state, failure=error.message))
                 raise
-            parts.count += 1
-            parts.label = label if label is not None else parts.label
-            if abort:
-                parts.in_flight = "abort"
+            label = label if label is not None else state.label
+            taken = replace(state, parts=state.parts + 1, label=label, abort=state.abort or abort)
+            await self._save(taken)
             return None
 
     async def rename(self, label: str) -> None:
-        """Gives the version in place another name."""
+        """Give the version in place another name."""
         async with self._turn():
-            self._labels.put(await self._client.weight_version(), label)
+            version = await self._client.weight_version()
+            await self._save(self.state, self._labels.put(version, _checked(label)))
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Wait for the calls before, up to a time limit."""
+    async def _turn(self) -> AsyncIterator[bool]:
+        """Wait for the calls before, up to a time limit; yield whether an update of a killed
+        gateway was completed."""
         limit_s = self._timeout_s + _MORE_S
         try:
             with anyio.fail_after(limit_s):
@@ -244,26 +323,79 @@ class WeightSync:
                 code="weights_busy",
             ) from None
         try:
-            yield
+            committed = (await self.refresh()).committed
+            if committed:
+                await self._complete(committed)
+            yield bool(committed)
         finally:
             self._lock.release()
 
-    def _begin(self) -> int:
-        """Forgets the parts that there are; returns how many were forgotten."""
-        dropped, self._parts = self._parts.count, _Parts()
-        return dropped
-
-    async def _put_in_place(self) -> int | None:
-        parts, self._parts = self._parts, _Parts()
-        if parts.failure:
+    async def _save(self, state: WeightUpdateState, labels: dict[int, str] | None = None) -> None:
+        stored = await self._record.replace(self._stored, state, labels)
+        if stored is None:
             raise WeightsError(
-                f"the weights are as they were, since a part of the update failed: {parts.failure}",
+                "another gateway, or an executor whose time was up, has changed this update at the "
+                "same time; look at the version in place, and begin the update anew",
+                code="weights_busy",
+            )
+        self._stored = stored
+
+    async def _returned(self, tag: str) -> None:
+        left = tuple(each for each in self.state.released if each != tag)
+        await self._save(replace(self.state, released=left))
+
+    async def _put_in_place(self, *, end_session: bool = False) -> int | None:
+        state = self.state
+        session = state.session and not end_session
+        ended = replace(_begun(state), session=session, last_failure=state.failure)
+        if state.failure or not state.parts:
+            await self._save(ended)
+            if not state.failure:
+                return None
+            raise WeightsError(
+                f"the weights are as they were, since a part of the update failed: {state.failure}",
                 code="weights_incomplete",
             )
-        if not parts.count:
-            return None
-        staged = StagedWeights(parts.update, parts.count)
-        return await self._update_weights(staged, parts.label, parts.in_flight, partial=True)
+        staged = StagedWeights(state.update, state.parts)
+        try:
+            version = await self._update_weights(
+                staged,
+                state.label,
+                "abort" if state.abort else "keep",
+                partial=True,
+                decide=state.update,
+            )
+        except NanoInferenceError as error:
+            if not self.state.committed and error.code != "weights_busy":  # the parts are gone
+                await self._save(replace(ended, last_failure=error.message))
+            raise
+        await self._completed(version)
+        return version
+
+    async def _complete(self, version: int) -> None:
+        """Complete a decided update."""
+        try:
+            await self._client.finish_update(
+                self.state.update, version, self.state.logged, timeout_s=self._timeout_s
+            )
+        except WeightsError as error:
+            # Some executor has lost the weights: only another update makes all alike.
+            ended = replace(_begun(self.state), session=False, last_failure=error.message)
+            await self._save(ended)
+            raise
+        await self._completed(version)
+
+    async def _completed(self, version: int) -> None:
+        """Record that the decided update is in place."""
+        state = self.state
+        done = replace(_begun(state), session=False, last=version, last_label=state.label)
+        await self._save(done)
+
+    async def _decide(self, version: int, logged: str) -> None:
+        """Record that the parts become this version, and their name."""
+        label = self.state.label
+        labels = None if label is None else self._labels.put(version, label)
+        await self._save(replace(self.state, committed=version, logged=logged), labels)
 
     async def _update_weights(
         self,
@@ -272,14 +404,47 @@ class WeightSync:
         in_flight: InFlight,
         *,
         partial: bool,
+        decide: str = "",
     ) -> int:
         number = None
         if label is not None:
             number = number_of(label, await self._client.weight_version())
+        more: dict[str, Any] = {"name": decide, "decide": self._decide} if decide else {}
         version = await self._client.update_weights(
-            weights, in_flight=in_flight, version=number, partial=partial, timeout_s=self._timeout_s
+            weights,
+            in_flight=in_flight,
+            version=number,
+            partial=partial,
+            timeout_s=self._timeout_s,
+            **more,
         )
-        if label is not None:
-            self._labels.put(version, label)
+        if label is not None and not decide:
+            await self._save(self.state, self._labels.put(version, label))
         get_logger().info("weights_updated", version=version, label=label)
         return version
+
+
+def _begun(state: WeightUpdateState) -> WeightUpdateState:
+    """Return the state with a new update, which has no parts."""
+    return replace(
+        state,
+        update=uuid.uuid4().hex,
+        parts=0,
+        failure="",
+        label=None,
+        abort=False,
+        committed=0,
+        logged="",
+        last=0,
+        last_label=None,
+        last_failure="",
+    )
+
+
+def _checked(label: str) -> str:
+    if len(label) > MOST_LABEL:
+        raise WeightsError(
+            f"a version's name may have {MOST_LABEL} characters; this one has {len(label)}",
+            code="invalid_request",
+        )
+    return label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection
 from itertools import chain, compress
 from operator import attrgetter, ne
@@ -15,7 +16,7 @@ from ...bus.entries import (
     is_usable_request_id,
 )
 from ...bus.parts.experts import ExpertCapacity
-from ...bus.public import GenerateRequest
+from ...bus.public import GenerateRequest, mask_ids
 from ...config import MAX_INT64, RequestError, SamplingParams, shown
 from ...config.sampling import MAX_PROMPT_TARGETS, RANGES
 
@@ -246,6 +247,39 @@ def check_experts(sampling: SamplingParams, capacity: ReplicaCapacity) -> int:
             code="no_routed_experts",
         )
     return 2 * experts.layers * experts.top_k
+
+
+def packed_masks(
+    sampling: SamplingParams, num_prompt_tokens: int, vocab_size: int
+) -> tuple[bytes, ...] | None:
+    """Check the sampling masks of a prompt, and return them packed.
+
+    Raises:
+        RequestError: invalid_prompt_sampling_masks.
+    """
+    masks, code = sampling.prompt_sampling_masks, "invalid_prompt_sampling_masks"
+    if masks is None:
+        return None
+    if not sampling.scores_prompt:
+        raise RequestError(
+            "prompt_sampling_masks are given, and no logprobs of the prompt are asked for; give "
+            "prompt_logprobs as well",
+            code=code,
+        )
+    if len(masks) >= num_prompt_tokens:
+        raise RequestError(
+            f"prompt_sampling_masks has {len(masks)} masks, and a prompt of {num_prompt_tokens} "
+            "tokens has a logprob for each but the first; give those of the last tokens",
+            code=code,
+        )
+    if any(isinstance(mask, bytes) and len(mask) % 4 for mask in masks):
+        raise RequestError(
+            "prompt_sampling_masks has a packed mask that isn't of 4 bytes for each id", code=code
+        )
+    lists = [mask_ids(mask) if isinstance(mask, bytes) else mask for mask in masks]
+    for ids in lists:
+        check_token_ids("prompt_sampling_masks", ids, vocab_size, code)
+    return tuple([struct.pack(f"<{len(ids)}i", *ids) for ids in lists])
 
 
 def check_token_ids(name: str, ids: Collection[int], vocab_size: int, code: str) -> None:

@@ -18,6 +18,7 @@ from .checks import (
     check_result_size,
     check_sample_seeds,
     check_targets,
+    packed_masks,
 )
 
 
@@ -29,7 +30,6 @@ class SamplingLimits:
         self._stop_token_ids = stop_token_ids
         self._max_result_bytes = config.bus.max_result_bytes
         self._has_reference = bool(config.engine.reference_model_path)
-        self._returns_masks = config.engine.return_sampling_mask
         self._returns_experts = config.engine.return_routed_experts
 
     def __call__(
@@ -39,8 +39,9 @@ class SamplingLimits:
 
         Raises:
             RequestError: prompt_too_long, exceeds_kv_capacity, invalid_min_tokens,
-                invalid_prompt_logprob_token_ids, invalid_prompt_logprob_start, result_too_large,
-                invalid_forced_tokens, no_routed_experts, invalid_routed_experts_prompt_start.
+                result_too_large, invalid_forced_tokens, invalid_prompt_logprob_token_ids,
+                invalid_prompt_logprob_start, invalid_prompt_sampling_masks, no_routed_experts,
+                invalid_routed_experts_prompt_start.
         """
         sampling = request.sampling
         most = capacity.max_model_len - num_prompt_tokens
@@ -62,6 +63,9 @@ class SamplingLimits:
             )
         if sampling.scores_prompt or sampling.prompt_logprob_start:
             check_targets(sampling, num_prompt_tokens, capacity.vocab_size)
+        if sampling.prompt_sampling_masks is not None:
+            masks = packed_masks(sampling, num_prompt_tokens, capacity.vocab_size)
+            sampling = msgspec.structs.replace(sampling, prompt_sampling_masks=masks)
         stop_token_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids
@@ -73,8 +77,6 @@ class SamplingLimits:
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             constraint=None if constraint is None else plain(constraint),
-            return_sampling_mask=sampling.return_sampling_mask
-            or (self._returns_masks and sampling.is_limited),
             return_routed_experts=sampling.return_routed_experts or self._returns_experts,
         )
         experts_bytes = 0

@@ -578,15 +578,17 @@ class AdmissionStage(Actor):
         entry = arrival.entry
         if not is_fork(entry):
             return arrival
-        checked = self._check(arrival)
-        if not isinstance(checked, Exception):
+        found: RequestEntry | Exception
+        if isinstance(checked := self._check(arrival), Exception):
+            found = checked
+        else:
             deadline_ns = entry_deadline_ns(entry, arrival.received_ns)
             resolve = partial(self._forks.resolve, entry)
-            checked = await self._long_prompts.wait(entry, deadline_ns, resolve)
-        count_fork(self, checked)
-        if isinstance(checked, RequestEntry):
-            return msgspec.structs.replace(arrival, entry=checked)
-        return msgspec.structs.replace(arrival, tokenized=checked)
+            found = await self._long_prompts.wait(entry, deadline_ns, resolve)
+        count_fork(self, found)
+        if isinstance(found, RequestEntry):
+            return msgspec.structs.replace(arrival, entry=found)
+        return msgspec.structs.replace(arrival, tokenized=found)
 
     async def _tokenize(self, arrival: Arrival) -> Tokenized:
         entry, received_ns = arrival.entry, arrival.received_ns

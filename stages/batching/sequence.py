@@ -130,9 +130,12 @@ class Sequence:
     def for_executor(self, more: dict[str, Any]) -> NewSequence:
         """Return the message with which the executor starts the sequence; `more`: its sections."""
         sampling = self.sampling
-        if sampling.prompt_logprob_token_ids and not self.scores_prompt:
+        given = sampling.prompt_logprob_token_ids or sampling.prompt_sampling_masks
+        if given and not self.scores_prompt:
             # Another sample scores the prompt: thousands of ids are sent once.
-            sampling = msgspec.structs.replace(sampling, prompt_logprob_token_ids=None)
+            sampling = msgspec.structs.replace(
+                sampling, prompt_logprob_token_ids=None, prompt_sampling_masks=None
+            )
         return NewSequence(
             seq_id=self.seq_id,
             token_ids=tuple(self.token_ids),

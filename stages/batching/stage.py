@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from ...bus.control import (
@@ -23,6 +24,7 @@ from ...bus.kv_events import (
     KVEventBatch,
     KVEventEntry,
 )
+from ...bus.kv_sessions import KVSessionResult
 from ...bus.links import CONTROL, CREDITS, HANDOVERS, PLANS, at
 from ...bus.messages import (
     AdmittedRequest,
@@ -32,9 +34,8 @@ from ...bus.messages import (
     RequestInfo,
     ResumeSequences,
 )
-from ...bus.public import KVSessionResult
 from ...bus.steps import StepSummary
-from ...bus.weights import check_in_flight
+from ...bus.weights import PAUSE_MODES, check_in_flight
 from ...config import BusError, WeightsError, role_of_sender
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
@@ -60,6 +61,9 @@ class BatchingStage(Actor):
         self._executor = ""
         self._paused = False  # survives a failure
         self._pausing = ""  # operation id of the pause to answer
+        self._draining = False  # a pause waits until what is here has finished
+        # Dispatched meanwhile, with their deadlines.
+        self._held_back: list[tuple[AdmittedRequest, int | None]] = []
         self._spans = BatchingSpans(self)
         # The last step's end, or the last time when there was nothing to compute.
         self._moved_ns = now_ns()
@@ -77,6 +81,7 @@ class BatchingStage(Actor):
             self._core.clear()
             self._last = (self._core, self._executor)
         self._core = None
+        self._held_back.clear()
         self._spans.clear()
 
     async def announce(self) -> None:
@@ -187,18 +192,21 @@ class BatchingStage(Actor):
         match request:
             case Pause(in_flight):
                 try:
-                    check_in_flight(in_flight)
+                    check_in_flight(in_flight, PAUSE_MODES)
                 except WeightsError as error:
                     await self.answer(operation_id, error=error)
                     return
-                self._paused = True
-                if core is not None:
+                self._draining = in_flight == "wait" and not self._paused
+                self._paused = self._paused or not self._draining
+                if core is not None and in_flight != "wait":
                     why = "generation was paused, and requests in flight were to end"
                     core.interrupt(in_flight, why)
                 await self._answer_pause()  # an earlier one, included in this one
                 self._pausing = operation_id
             case Resume():
-                self._paused = False
+                self._paused = self._draining = False
+                if core is not None:
+                    self._add_held_back(core, lambda request, deadline_ns: True)
                 await self._answer_pause()  # its wait for the last step is over
                 await self.answer(operation_id)
             case FlushCache():
@@ -216,8 +224,12 @@ class BatchingStage(Actor):
                 self._spans.step_done(result)
             case AdmittedRequest() as request:
                 now = now_ns()
-                core.add(request, deadline_of(envelope, now))
                 self._spans.arrived(request.info, now)
+                deadline_ns = deadline_of(envelope, now)
+                if self._draining:
+                    self._held_back.append((request, deadline_ns))
+                else:
+                    core.add(request, deadline_ns)
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case PauseSequences(seq_ids):
@@ -225,6 +237,8 @@ class BatchingStage(Actor):
             case ResumeSequences(seq_ids, rank):
                 core.resume_sequences(seq_ids, rank)
             case Cancel() as cancel:
+                id = cancel.request_id
+                self._add_held_back(core, lambda request, _: request.info.request_id == id)
                 core.cancel(cancel)
                 self._spans.ended(cancel.request_id)
             case message:
@@ -249,6 +263,9 @@ class BatchingStage(Actor):
         core = self._core
         if core is None:
             return
+        if self._held_back:
+            now = now_ns()
+            self._add_held_back(core, lambda _, due_ns: due_ns is not None and due_ns <= now)
         while (plan := core.plan(started := now_ns())) is not None:
             if self.metrics.enabled and plan.seq_ids:
                 self.metrics.record(instruments.SCHEDULE_TIME, (now_ns() - started) / 1e9)
@@ -265,11 +282,28 @@ class BatchingStage(Actor):
             await self._publish(events)
         if core.idle and report is None:  # which is to be written meanwhile
             core.check()
+        if self._draining and core.idle:
+            self._draining, self._paused, core.paused = False, True, True
+            self._add_held_back(core, lambda request, deadline_ns: True)
         if core.at_rest:
             await self._answer_pause()
 
     def wake_at_ns(self) -> int | None:
-        return self._core.next_deadline_ns() if self._core is not None else None
+        if self._core is None:
+            return None
+        times = [self._core.next_deadline_ns(), *(due_ns for _, due_ns in self._held_back)]
+        return min((time for time in times if time is not None), default=None)
+
+    def _add_held_back(
+        self, core: BatchingCore, due: Callable[[AdmittedRequest, int | None], bool]
+    ) -> None:
+        """Add those requests to the core that were held back during a pause and are due."""
+        held_back, self._held_back = self._held_back, []
+        for each in held_back:
+            if due(*each):
+                core.add(*each)
+            else:
+                self._held_back.append(each)
 
     async def _answer_pause(self) -> None:
         pausing, self._pausing = self._pausing, ""

@@ -37,7 +37,7 @@ from ...text.detokenizer import Pieces, TokenPieces
 from ..parts import Kind, Parts
 from .deliveries import Deliveries, Ending
 from .early import EarlySteps
-from .parts import Part, make_parts
+from .parts import WANTED, Part, make_parts, make_wanted
 from .samples import RequestState, Sample
 from .step import Step
 
@@ -72,6 +72,8 @@ class StreamingCore:
         self._cut_short: OrderedDict[str, None] = OrderedDict()
         self._early = EarlySteps()
         self._parts = Parts(Part, make_parts(config, now_ns))
+        # Names of sections for which a part was made.
+        self._wanted: set[str] = set()
 
     def use(self, parts: Sequence[Part]) -> None:
         """Set the parts, in the order in which their hooks run."""
@@ -94,6 +96,10 @@ class StreamingCore:
     def open(self, opened: RequestOpened, now_ns: int) -> list[Deliveries]:
         """Add a request, unless it is open already, and absorb its steps that came before."""
         key, results = entry_key(opened.entry_id, opened.request_id), []
+        for section in opened.parts:
+            if (name := name_of(section)) in WANTED and name not in self._wanted:
+                self._wanted.add(name)
+                self._parts.use((*self._parts.all, make_wanted(name)))
         if self._find(opened.request_id, opened.entry_id) is None and key not in self._cut_short:
             request = self._requests[opened.request_id] = RequestState(opened, self._pieces)
             deliveries = Deliveries(now_ns)

@@ -183,7 +183,7 @@ class Sample:
         self.adapter_version = self.first_adapter_version = self._num_read = 0
         kept = self.token_ids, self.logprobs, self.top_logprobs, self.texts, self.weight_versions
         for each in kept:
-            each.clear()  # type: ignore[attr-defined]
+            each.clear()
         self.fields.clear()
         self.columns.clear()
         self.__post_init__()

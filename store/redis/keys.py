@@ -20,6 +20,8 @@
 {prefix}:stages            stream, stage reports of each process: `json` (StageReports)
 {prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
 {prefix}:adapters:{lane}   the lane's adapters: JSON (AdaptersInPlace)
+{prefix}:weight_update     hash, a trainer's open update: `state` (WeightUpdateState as JSON), and
+                           `labels` of versions (internal)
 {prefix}:service           hash, by lane: the service of its tenants (LaneService as msgpack)
                            (internal)
 {prefix}:reply:{id}        list, an operation's outcome in each lane: JSON (Outcome)
@@ -46,6 +48,7 @@ stream. Keys of a lane exist per model:
 {{prefix}:requests}:closed         hash, by id the reason why a model accepts no requests (internal)
 {prefix}:stages:{model}            as {prefix}:stages
 {prefix}:service:{model}           as {prefix}:service (internal)
+{prefix}:weight_update:{model}     as {prefix}:weight_update (internal)
 
 The braces below are literal: a cluster keeps keys with the same tag in one slot, and a key without
 a tag in the slot of a tag equal to the key.
@@ -119,6 +122,7 @@ class Keys:
         self.stages = self._key(f"stages{of_model}")
         self.service = self._key(f"service{of_model}")
         self.weights = self._key(f"weights:{self._lane_prefix}{lane}")
+        self.weight_update = self._key(f"weight_update{of_model}")
         self.openings = self._key(f"openings:{self._lane_prefix}{lane}")
         self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")
         self.attended = self._key("attended")

@@ -81,6 +81,7 @@ SAMPLES: tuple[Message, ...] = (
     SampleScored("r", "1-0", 1, (-0.25,)),
     recovery.Recover(ITEMS, 1),
     recovery.Recovered("1-0", (recovery.RecoveredSample(1, (4, 5), True),)),
+    recovery.Retracted("1-0", (0, 2)),
     messages.RequestFinished("r", "1-0"),
     messages.RequestFinished("r", "1-0", RESPONSE),
     messages.RequestOpened(

@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +108,36 @@ def python_environment(
             run([*pip, "install", "--quiet", *packages], folder, limit_s=INSTALL_LIMIT_S)
             if unwanted:
                 run([*pip, "uninstall", "--quiet", "--yes", *unwanted], folder)
+    return folder / "bin"
+
+
+def beside_environment(kind: str, wanted: Sequence[str], alone: Sequence[str], cache: Path) -> Path:
+    """Return the folder of programs of a virtual environment that sees our packages after its own.
+
+    So programs of gigabytes, such as torch, are not installed once more.
+
+    Args:
+        kind: Its name in the cache.
+        wanted: Packages, installed with what they need and we don't have.
+        alone: Packages that are installed without what they need.
+        cache: As of `environment`.
+    """
+    ours = sysconfig.get_path("purelib")
+    key = [sys.version, sys.executable, ours, *wanted, "alone", *alone]
+    with _made(cache, kind, key) as (folder, old):
+        if not old:
+            venv.create(folder, with_pip=True)
+            places = {"base": str(folder), "platbase": str(folder)}
+            own = Path(sysconfig.get_path("purelib", "venv", places))
+            (own / "zz_ours.pth").write_text(ours)
+            pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+            # A trainer's limits on torch are not those of what it runs here.
+            (folder / "limits.txt").write_text(f"torch=={metadata.version('torch')}\n")
+            if wanted:
+                limits = ["--constraint", str(folder / "limits.txt")]
+                run([*pip, *limits, *wanted], folder, limit_s=INSTALL_LIMIT_S)
+            if alone:
+                run([*pip, "--no-deps", *alone], folder, limit_s=INSTALL_LIMIT_S)
     return folder / "bin"
 
 

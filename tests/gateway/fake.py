@@ -143,7 +143,8 @@ class FakeEngine:
     @property
     def names(self) -> list[str]:
         """The methods called, without reads."""
-        return [name for name, _ in self.calls if name not in ("weight_version", "trouble")]
+        left_out = ("weight_version", "trouble", "finish_update")
+        return [name for name, _ in self.calls if name not in left_out]
 
     def last(self, name: str) -> dict[str, Any]:
         return next(given for called, given in reversed(self.calls) if called == name)
@@ -223,17 +224,40 @@ class FakeEngine:
         return self.version
 
     async def update_weights(
-        self, weights: Any, *, version: int | None, timeout_s: float, **given: Any
+        self,
+        weights: Any,
+        *,
+        version: int | None,
+        timeout_s: float,
+        name: str = "",
+        decide: Callable[[int, str], Awaitable[None]] | None = None,
+        **given: Any,
     ) -> int:
         self._called("update_weights", weights=weights, version=version, **given)
         if isinstance(weights, StagedWeights):
             assert self.parts.pop(weights.update) == weights.parts
-        self.version = self.version + 1 if version is None else version
-        return self.version
+        made = self.version + 1 if version is None else version
+        if decide is not None:
+            await decide(made, "")
+            await self.finish_update(name, made, timeout_s=timeout_s)
+        self.version = made
+        return made
 
-    async def stage_weights(self, update: str, weights: WeightsSource, *, timeout_s: float) -> None:
+    async def finish_update(
+        self, name: str, version: int, logged: str = "", *, timeout_s: float
+    ) -> int:
+        self._called("finish_update", update=name, version=version)
+        self.version = version
+        return version
+
+    async def stage_weights(
+        self, update: str, weights: WeightsSource, *, part: int, timeout_s: float
+    ) -> None:
         self._called("stage_weights", weights=weights)
-        self.parts = {update: self.parts.get(update, 0) + 1}
+        self.parts = {update: part + 1}
+
+    async def weight_checksums(self) -> dict[str, str]:
+        return {"lane0/executor:a": "12"}
 
     async def reports(self) -> list[StageReport]:
         return self.stage_reports

@@ -21,6 +21,8 @@ from .fake import completion, sample
 TOKENS = (5, 6, 7)
 TEXTS = ("five", " six", " seven")
 LOGPROBS = (-0.25, -0.5, -0.75)
+SUPPORTS = (-0.125, 0.0, -0.0625)
+SUPPORT_IDS = ((5, 6), (6, 9, 70_000), ())
 
 
 def tops(number: int) -> tuple[tuple[TokenLogprob, ...], ...] | None:
@@ -36,6 +38,16 @@ def tops(number: int) -> tuple[tuple[TokenLogprob, ...], ...] | None:
     )
 
 
+def columns(request: GenerateRequest) -> dict[str, Any]:
+    """Log S with limits of the choice; and on request masks, of which the last is too large."""
+    found: dict[str, Any] = {}
+    if request.sampling.is_limited:
+        found["support_logprobs"] = SUPPORTS
+    if request.sampling.return_sampling_mask:
+        found["sampling_masks"] = tuple(struct.pack(f"<{len(ids)}i", *ids) for ids in SUPPORT_IDS)
+    return found
+
+
 def told(request: GenerateRequest, index: int, reason: FinishReason = "stop") -> CompletionSample:
     """A sample of three tokens, the last one by newer weights."""
     return sample(
@@ -46,6 +58,7 @@ def told(request: GenerateRequest, index: int, reason: FinishReason = "stop") ->
         top_logprobs=tops(request.sampling.logprobs),
         finish_reason=reason,
         weight_versions=((3, 0), (4, 2)),
+        **columns(request),
     )
 
 
@@ -62,6 +75,7 @@ def chunk(request: GenerateRequest, index: int, place: int, number: int = 1) -> 
         finish_reason="stop" if place == 2 else None,
         weight_version=4 if place == 2 else 3,
         top_logprobs=top and top[here],
+        **{name: each[here] for name, each in columns(request).items()},
     )
 
 

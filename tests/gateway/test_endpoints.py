@@ -181,3 +181,8 @@ async def test_the_root_page_names_the_endpoints(http: Client) -> None:
     assert (answer.status_code, answer.text.count("\n")) == (200, 1)
     for word in ("nano-inference", "/v1", "/metrics", "docs/"):
         assert word in answer.text
+
+
+async def test_a_browser_at_the_root_is_sent_to_the_console(http: Client) -> None:
+    answer = await http.get("/", headers={"accept": "text/html,*/*;q=0.8"})
+    assert (answer.status_code, answer.headers["location"]) == (307, "console/")

@@ -88,6 +88,7 @@ BLOCK = {
     },
 }
 ASKED = {"type": "text", "text": TEXT}
+GENERATE = "/inference/v1/generate"
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", chat(image_url(detail="high"), ASKED)),
     "chat, a plain URL": (
@@ -112,6 +113,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "messages": ("/v1/messages", chat(BLOCK, ASKED)),
 }
+SGLANG: dict[str, Any] = {
+    "a data URI": DATA_URI,
+    "a list": [DATA_URI],
+    "base64": base64.b64encode(FILE).decode(),
+    "an object": {"url": DATA_URI, "detail": "auto"},
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -126,6 +133,68 @@ async def test_each_interface_submits_the_same_request(
     assert request.prompt_token_ids is None
     assert not request.add_special_tokens, "the template has written its own"
     assert request.images == (ImageInput(data=FILE),)
+
+
+@pytest.mark.parametrize("name", SGLANG)
+async def test_sglangs_prompts_have_images(http: Client, engine: FakeEngine, name: str) -> None:
+    body = {"text": RENDERED, "image_data": SGLANG[name]}
+    answer = await http.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert (asked(engine).prompt, asked(engine).images) == (RENDERED, (ImageInput(data=FILE),))
+
+
+async def test_each_prompt_of_a_batch_has_its_own_images(http: Client, engine: FakeEngine) -> None:
+    body = {"input_ids": [[5], [6], [7]], "image_data": [SGLANG["base64"], None, SGLANG["a list"]]}
+    answer = await http.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert [len(each.images) for each in engine.requests] == [1, 0, 1]
+
+
+async def test_a_prompt_of_tokens_has_images_as_parts(
+    http: Client, engine: FakeEngine, folder: Path
+) -> None:
+    """One placeholder stands for each; the answer shows the expanded prompt."""
+    processor = ImageProcessor.of(folder)
+    assert processor is not None
+    given = [5, processor.mark_id, 6]
+    parts = [{"type": "image_url", "url": DATA_URI}]
+    body = {"token_ids": given, "content_parts": parts}
+    assert (await http.post(GENERATE, json=body)).status_code == 200
+    assert asked(engine).prompt_token_ids == (*given,)
+    answer = (await http.post(GENERATE, json=body | {"return_token_ids": True})).json()
+    ids, images = processor.expand(given, [(84, 56)])
+    assert answer["prompt_token_ids"] == [*ids]
+    (image,) = images
+    assert answer["mm_placeholders"] == {"image": [{"offset": 1, "length": image.number}]}
+    assert (engine.requests[-1].prompt_token_ids, engine.requests[-1].images) == (
+        ids,
+        (ImageInput(data=FILE),),
+    )
+
+
+async def test_features_of_a_rendered_chat_are_its_images(http: Client, engine: FakeEngine) -> None:
+    """Trainers render the images alone, and move the ranges to those of their own prompt."""
+    second = saved(picture(56, 84))
+    uri = f"data:image/png;base64,{base64.b64encode(second).decode()}"
+    body = chat(image_url(), image_url(uri), ASKED)
+    answer = await http.post("/v1/chat/completions/render", json=body)
+    assert answer.status_code == 200, answer.text
+    rendered = answer.json()
+    ranges = rendered["features"]["mm_placeholders"]["image"]
+    marks = [rendered["token_ids"][each["offset"]] for each in ranges]
+    assert len({*marks}) == 1
+    assert rendered["token_ids"].count(marks[0]) == sum(each["length"] for each in ranges)
+    assert (await http.post(GENERATE, json=rendered)).status_code == 200
+    assert asked(engine).prompt_token_ids == (*rendered["token_ids"],)
+    assert asked(engine).images == (ImageInput(data=FILE), ImageInput(data=second))
+    # In another order of the prompt.
+    runs = [{**each, "offset": place} for each, place in zip(ranges, (9, 0), strict=True)]
+    features = rendered["features"] | {"mm_placeholders": {"image": runs}}
+    await http.post(GENERATE, json={"token_ids": [5], "features": features})
+    assert engine.requests[-1].images == (ImageInput(data=second), ImageInput(data=FILE))
+    both = {"features": features, "content_parts": [{"type": "image_url", "url": DATA_URI}]}
+    answer = await http.post(GENERATE, json={"token_ids": [5]} | both)
+    assert answer.json()["error"]["param"] == "content_parts"
 
 
 async def test_streams_do_too(http: Client, engine: FakeEngine) -> None:
@@ -316,7 +385,12 @@ async def test_sources_of_another_kind_are_refused(http: Client, engine: FakeEng
 async def test_a_model_of_texts_refuses_images() -> None:
     engine = FakeEngine()
     async with http_of(app_of(engine, {"gateway.message_format": "off"}), engine) as http:
-        for path, body in CALLS.values():
+        parts = [{"type": "image_url", "url": DATA_URI}]
+        tokens = {
+            GENERATE: {"token_ids": [5], "content_parts": parts},
+            "/generate": {"text": "a", "image_data": DATA_URI},
+        }
+        for path, body in (*CALLS.values(), *tokens.items()):
             answer = await http.post(path, json=body)
             assert answer.status_code == 400
             assert "takes no images" in answer.json()["error"]["message"]

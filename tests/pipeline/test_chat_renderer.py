@@ -209,7 +209,7 @@ async def test_the_prompt_is_the_same_in_any_way(
                 assert reader.prompt().token_ids == prompt.token_ids
 
 
-async def test_variables_that_the_template_does_not_read_are_refused_in_any_form(
+async def test_what_the_template_can_not_be_given_is_refused_in_any_form(
     folder: Path,
 ) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("tools", "functions"))
@@ -217,7 +217,7 @@ async def test_variables_that_the_template_does_not_read_are_refused_in_any_form
     result = {"role": "tool", "content": "T", "tool_call_id": "c"}
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"tools": [WEATHER]}, "unsupported", "tools"),
-        ({"variables": {"mood": 1}}, "unsupported", "mood"),
+        ({"variables": {"tokenize": 1}}, "unsupported", "tokenize"),
         ({"messages": [USER, result]}, "invalid_messages", "messages[1].tool_call_id"),
     ]
     async with http_of(app_of(FakeEngine(), config)) as http:
@@ -230,6 +230,19 @@ async def test_variables_that_the_template_does_not_read_are_refused_in_any_form
                 ChatRenderer(str(folder)).render(messages, tools=tools, **variables)
             assert (error["code"], error["param"].split("kwargs.")[-1]) == (code, param)
             assert error["message"].endswith(found.value.message)
+
+
+async def test_variables_that_the_template_does_not_read_are_neutral_over_http(
+    folder: Path,
+) -> None:
+    """Programs send them to every model; in Python the caller has the template before it."""
+    with raises("unsupported"):
+        ChatRenderer(str(folder)).render([USER], mood=1)
+    config = load_config(env={}, overrides={"engine.model_path": str(folder)})
+    async with http_of(app_of(FakeEngine(), config)) as http:
+        body = {"messages": [USER], "chat_template_kwargs": {"mood": 1}}
+        answer = await http.post("/tokenize", json=body)
+    assert answer.headers["x-ignored-fields"] == "chat_template_kwargs.mood"
 
 
 def test_without_tools_a_call_is_text(folder: Path, chat: ChatRenderer) -> None:

@@ -24,7 +24,13 @@ SETTINGS: dict[str, Any] = {
     "engine__reference_model_path": "tiny",
 }
 PROMPT = "Story about Emma, a dog and"
-SAMPLING = {"temperature": 1.3, "seed": 5, "max_tokens": 60}
+SAMPLING = {
+    "temperature": 1.3,
+    "seed": 5,
+    "max_tokens": 60,
+    "top_p": 0.95,
+    "return_sampling_mask": True,
+}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -70,6 +76,13 @@ async def test_token_ids_output_has_logprobs_and_versions(
             expected = np.array(values, np.float32)
             np.testing.assert_array_equal(found[name][index, :length], expected)
             assert not found[name][index, length:].any()
+        assert sample.support_logprobs is not None
+        supports = np.array(sample.support_logprobs, np.float32)
+        np.testing.assert_array_equal(found["support_logprobs"][index, :length], supports)
+        sizes = found["sampling_mask_sizes"][index, :length].tolist()
+        ids = found["sampling_mask"][index, : sum(sizes)].astype("<i4").tobytes()
+        assert ids == b"".join(sample.sampling_masks or ())
+        assert sizes == [len(mask) // 4 for mask in sample.sampling_masks or ()]
         assert set(found["weight_version"][index, :length]) == {1}
         assert set(found["output_ids"][index, length:]) <= {-1}
         assert set(found["weight_version"][index, length:]) <= {-1}

@@ -31,6 +31,7 @@ SHORT_MODEL = True
 PROMPT = [5, 6, 7, 8]
 FREE = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
 LIMITED = replace(FREE, top_p=0.9, top_k=200, min_p=0.001, return_sampling_mask=True, logprobs=2)
+LOWEST = float(np.finfo(np.float32).min)
 DRAFTED = ("num_draft_tokens", "num_accepted_draft_tokens")
 
 
@@ -76,19 +77,91 @@ def test_each_token_has_its_support_and_its_mass(engine: InferenceEngine) -> Non
 
 def test_a_support_that_is_too_large_has_an_empty_mask() -> None:
     config = EngineConfig(
-        model_path=str(short_model.folder()),
-        dtype="float32",
-        max_sampling_mask=3,
-        return_sampling_mask=True,
+        model_path=str(short_model.folder()), dtype="float32", max_sampling_mask=3
     )
     with InferenceEngine(config) as engine:
-        params = replace(LIMITED, return_sampling_mask=False, temperature=0.5)
-        sample, free = engine.generate([PROMPT, PROMPT], [params, FREE])
-    assert free.sampling_masks is None, "nothing is cut"
+        params = replace(LIMITED, temperature=0.5)
+        free = replace(FREE, return_sampling_mask=True)
+        sample, other = engine.generate([PROMPT, PROMPT], [params, free])
+    assert ids_of(other.sampling_masks) == [[]] * 12, "without limits it is the whole vocabulary"
     assert sample.support_logprobs is not None
     lengths = [len(mask) for mask in ids_of(sample.sampling_masks)]
     assert {0} < set(lengths) <= {0, 1, 2, 3}
     assert len(sample.support_logprobs) == len(lengths)
+
+
+# --- masks given for scoring ------------------------------------------------------------------
+
+
+def test_a_mask_replayed_has_the_bits_of_the_logprob_less_log_s(engine: InferenceEngine) -> None:
+    """So the importance ratio of an unchanged policy is exactly 1; without log S it isn't."""
+    params = replace(LIMITED, top_p=0.8, temperature=0.9)
+    samples = engine.generate([PROMPT], params, 4)
+    masked = [replace(params, prompt_sampling_masks=each.sampling_masks) for each in samples]
+    prompts, completions = zip(
+        *((each.prompt_tokens, each.completion_tokens) for each in samples), strict=True
+    )
+    scored = engine.score(prompts, completions, masked)
+    trained, logprobs, log_s = (
+        np.concatenate([np.array(row, np.float32) for row in rows])
+        for rows in (
+            scored,
+            [each.logprobs for each in samples],
+            [each.support_logprobs for each in samples],
+        )
+    )
+    assert np.array_equal(trained, logprobs - log_s)
+    assert np.exp(trained - (logprobs - log_s)).mean() == 1.0
+    assert np.exp(trained - logprobs).mean() > 1.02
+
+
+def test_all_logprobs_of_a_position_are_of_its_mask(engine: InferenceEngine) -> None:
+    """Of the likeliest tokens and of targets, too; an empty mask and earlier positions have the
+    whole vocabulary, and a token outside is impossible."""
+    prompt = [5, 6, 7, 8, 9]
+    params = SamplingParams(
+        max_tokens=1, ignore_eos=True, prompt_logprobs=4, prompt_logprob_token_ids=[[20, 9]] * 4
+    )
+    masks = [[20, 30, 40], [], [20, 30]]
+    (whole,) = engine.generate([prompt], params)
+    (found,) = engine.generate([prompt], replace(params, prompt_sampling_masks=masks))
+    (packed,) = engine.generate(
+        [prompt],
+        replace(params, prompt_sampling_masks=[np.array(each, "<i4").tobytes() for each in masks]),
+    )
+    assert packed.prompt_top_logprobs == found.prompt_top_logprobs
+    assert packed.prompt_logprobs == found.prompt_logprobs is not None
+    assert whole.prompt_logprobs is not None
+    assert found.prompt_top_logprobs is not None
+    for place in (1, 3):
+        assert found.prompt_logprobs[place] == whole.prompt_logprobs[place]
+    assert found.prompt_logprobs[2] == found.prompt_logprobs[4] == LOWEST
+    for place, mask in ((2, masks[0]), (4, masks[2])):
+        tops = found.prompt_top_logprobs[place]
+        assert sorted(top.token_id for top in tops) == mask
+        assert sum(np.exp(top.logprob) for top in tops) == pytest.approx(1, abs=1e-6)
+        targets = found.prompt_token_id_logprobs
+        assert targets is not None
+        assert targets[place - 1][0] == next(top.logprob for top in tops if top.token_id == 20)
+        assert targets[place - 1][1] == LOWEST
+
+
+@pytest.mark.parametrize(
+    ("masks", "scored", "why"),
+    [
+        ([[1]] * 4, True, "has 4 masks, and a prompt of 4 tokens"),
+        ([[1]], False, "give prompt_logprobs as well"),
+        ([b"abc"], True, "4 bytes for each id"),
+        ([[1], [-1, 2]], True, "holds token id -1"),
+    ],
+    ids=["too many", "no logprobs", "packed", "unknown"],
+)
+def test_masks_that_do_not_fit_the_prompt_are_refused(
+    engine: InferenceEngine, masks: Any, scored: bool, why: str
+) -> None:
+    params = SamplingParams(prompt_sampling_masks=masks, prompt_logprobs=0 if scored else None)
+    with raises("invalid_prompt_sampling_masks", why):
+        engine.generate([PROMPT], params)
 
 
 # --- forced tokens ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from nano_inference import (
     WeightsError,
     WeightsGroup,
 )
-from nano_inference.bus.weights import StagedWeights
+from nano_inference.bus.control import UpdateWeights
+from nano_inference.bus.weights import ArcWeights, DeltaWeights, PastWeights, StagedWeights
 
 from .. import oracle
 from .builders import DTYPE, State, check_stamps, greedy, raises
@@ -130,3 +132,11 @@ async def test_parts_of_deltas_change_together(running: Pipeline, loaded: State)
         for half in (spelling(weights, 2), spelling(weights, 2)):
             await client.stage_weights("v", half.source)
     assert await client.weight_version() == 1
+
+
+@pytest.mark.parametrize(
+    "source", [DeltaWeights((("a", b"1"),)), ArcWeights("/d", 3), PastWeights(4, "run")]
+)
+def test_sources_travel_in_messages(source: Any) -> None:
+    update = UpdateWeights(source)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=UpdateWeights) == update

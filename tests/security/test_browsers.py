@@ -234,6 +234,16 @@ async def test_json_is_taken(engine: FakeEngine, kind: str) -> None:
         assert answer.status_code == 200
 
 
+async def test_a_body_that_is_empty_may_be_declared_as_bytes(engine: FakeEngine) -> None:
+    """aiohttp does; a page's script can't without a preflight."""
+    headers = {"Content-Type": "application/octet-stream"}
+    async with gateway(engine) as http:
+        answer = await http.post("/finish_session?session_id=a", headers=headers)
+        assert answer.status_code == 200
+        answer = await http.post("/flush_cache", content=b"{}", headers=headers)
+        assert error_of(answer, 415) == "unsupported_media_type"
+
+
 async def test_the_default_content_type_of_curl_is_refused_with_the_header_to_add(
     engine: FakeEngine,
 ) -> None:

@@ -145,10 +145,12 @@ class Waiting(FakeEngine):
         super().__init__()
         self.begun, self.let_go = anyio.Event(), anyio.Event()
 
-    async def stage_weights(self, update: str, weights: WeightsSource, *, timeout_s: float) -> None:
+    async def stage_weights(
+        self, update: str, weights: WeightsSource, *, part: int, timeout_s: float
+    ) -> None:
         self.begun.set()
         await self.let_go.wait()
-        await super().stage_weights(update, weights, timeout_s=timeout_s)
+        await super().stage_weights(update, weights, part=part, timeout_s=timeout_s)
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ LEAVES_OUT = (
 def rendered(template: str, turns: list[Turn]) -> str:
     tokenizer: Any = SimpleNamespace(
         chat_template=template,
-        get_chat_template=lambda tools=None: template,
+        get_chat_template=lambda chat_template=None, tools=None: template,
         special_tokens_map={},
         apply_chat_template=lambda: None,
     )

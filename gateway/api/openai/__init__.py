@@ -138,6 +138,7 @@ def _state_routes(sessions: SessionCalls, adapters: AdapterCalls) -> list[Policy
     """Return the endpoints that change a state of the model's."""
     return [
         _route("POST /v1/kv_sessions/{session:path}", sessions.change, "kv_sessions"),
+        _route("POST /finish_session", sessions.finish, "kv_sessions"),
         _route("POST /v1/load_lora_adapter", adapters.load, needed="weights"),
         _route("POST /v1/unload_lora_adapter", adapters.unload, needed="weights"),
     ]

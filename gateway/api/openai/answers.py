@@ -18,6 +18,7 @@ from ....bus.public import (
     FinishReason,
     Output,
     Usage,
+    mask_ids,
 )
 from ....bus.routed_experts import experts_of_sample
 from ....bus.targets import target_array
@@ -38,6 +39,7 @@ from ...serving.tokenizer import READING, Tokenizer, matched_stop
 from ...serving.tools import tool_call
 from .positions import FINISHED, UNBEGUN
 from .requests import ChoicesCall, Prompt
+from .token_images import ranges_of
 
 Answer = dict[str, Any]
 
@@ -99,6 +101,7 @@ class ChoicesWriter:
             answer["fork"] = msgspec.to_builtins(origin)
         if self.call.kind != "generate":
             answer |= _UNSET | (_UNSET_OF_CHATS if self.call.chat else {})
+        answer |= self.shown_prompt()
         if self.call.chat and self.call.token_ids:
             answer["prompt_token_ids"] = self.prompts[0]
         if self.call.prompt_logprobs and self.call.kind != "completions":
@@ -124,6 +127,14 @@ class ChoicesWriter:
         kind = "chat.completion" if self.call.chat else "text_completion"
         kind = f"{kind}.chunk" if chunk and self.call.chat else kind
         return {"id": self.call.id, "object": kind} | head
+
+    def shown_prompt(self) -> Answer:
+        """Return the fields with a prompt of tokens; {} for an answer that doesn't show it."""
+        places = self.call.places
+        if places is None:
+            return {}
+        ranges = ranges_of(places) if places else None
+        return {"prompt_token_ids": self.prompts[0], "mm_placeholders": ranges}
 
     def usage(
         self,
@@ -372,8 +383,11 @@ class Choice:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
+        if call.sampling.return_sampling_mask:
+            choice["sampling_mask"] = [mask_ids(token.mask or b"") for token in tokens]
         if call.fields.return_weight_versions:
-            choice["weight_versions"] = version_spans(tokens, self._sent_tokens)
+            as_text = call.kind == "generate"
+            choice["weight_versions"] = version_spans(tokens, self._sent_tokens, as_text=as_text)
         self.begun = True
         self._pass(len(tokens))
         return choice
@@ -510,12 +524,15 @@ def usage_of(
     return usage
 
 
-def version_spans(tokens: Iterable[TokenRecord], first: int) -> list[Answer]:
-    """Return the weight versions of the tokens from `first` on, run by run."""
+def version_spans(
+    tokens: Iterable[TokenRecord], first: int, *, as_text: bool = False
+) -> list[Answer]:
+    """Return the weight versions of the tokens from `first` on, run by run; as texts for clients
+    of vLLM's `WeightVersionSpan`."""
     spans: list[Answer] = []
     for version, same in groupby(tokens, attrgetter("version")):
-        start = spans[-1]["end"] if spans else first
-        spans.append({"version": version, "start": start, "end": start + len(list(same))})
+        start, shown = spans[-1]["end"] if spans else first, str(version) if as_text else version
+        spans.append({"version": shown, "start": start, "end": start + len(list(same))})
     return spans
 
 

@@ -10,6 +10,7 @@ from ....bus.public import FinishReason, Fork, KVSession, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING
+from .token_images import ContentPart, Features
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -49,9 +50,6 @@ _REFUSED_BY_BOTH = TEXT_REFUSED | {
 }
 VERBOSITY = "chat templates read none; ask for it in a message"
 MODERATION = RefusedField("nothing is judged")
-_CHAT_TEMPLATE = RefusedField(
-    "the model's own is used; send the rendered text or tokens to `/v1/completions`"
-)
 _OLD_FORM = "answers would have to be of the old form; give"
 _NOT_HANDED_OVER = RefusedField("nothing is handed to other servers")
 
@@ -222,7 +220,6 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     REFUSED: ClassVar = _REFUSED_BY_BOTH | {
         "add_special_tokens": RefusedField("the chat template writes them"),
         "audio": RefusedField("text alone is made"),
-        "chat_template": _CHAT_TEMPLATE,
         "function_call": RefusedField(f"{_OLD_FORM} `tool_choice`", (*EMPTY, "none", "auto")),
         "functions": RefusedField(f"{_OLD_FORM} `tools`"),
         "modalities": RefusedField("text alone is made", (*EMPTY, ["text"])),
@@ -237,6 +234,7 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    chat_template: str = ""
     documents: list[dict[str, Any]] = []
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
@@ -273,13 +271,17 @@ class GenerateBody(StreamedBody, frozen=True, kw_only=True):
 
     REFUSED: ClassVar = {
         "ec_transfer_params": _NOT_HANDED_OVER,
-        "features": RefusedField("there are no images or sounds"),
         "kv_transfer_params": _NOT_HANDED_OVER,
+        "output_mode": RefusedField("answers are tokens", (*EMPTY, "tokens")),
     }
 
+    return_weight_versions: bool = True
     token_ids: list[Int64] | None = None
     fork: Fork | None = None
     sampling_params: dict[str, Any] = {}
+    features: Features | None = None
+    content_parts: list[ContentPart] = []
+    return_token_ids: bool = False
     request_id: str = ""
 
 
@@ -360,14 +362,13 @@ class OpenAIMessage(msgspec.Struct, frozen=True, kw_only=True):
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`/tokenize`."""
 
-    REFUSED: ClassVar = {"chat_template": _CHAT_TEMPLATE}
-
     model: str = ""
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    chat_template: str = ""
     tools: list[dict[str, Any]] = []
     reasoning_effort: Effort | None = None
     add_special_tokens: bool = True

@@ -76,6 +76,18 @@ async def prepared_chat(
     )
 
 
+def check_whole(wanted: ChoicesCall) -> None:
+    """Refuse a call that cuts a prompt with images.
+
+    Raises:
+        FieldError: invalid_request.
+    """
+    if wanted.truncation is not None:
+        raise field_error(
+            "truncate_prompt_tokens", "could cut an image; leave it out, or the images"
+        )
+
+
 async def prompts_cut(
     services: Services, wanted: ChoicesCall, prompts: list[Prompt]
 ) -> list[Prompt]:
@@ -132,9 +144,22 @@ class GenerationCalls:
 
     async def tokens(self, call: Call) -> Response:
         services, asked = self._services, await self._asked(call)
-        wanted, prompt = read_generate(asked.body, services.config, await services.length.get())
+        length = await services.length.get()
+        wanted, prompt, sources = read_generate(asked.body, services.config, length)
         wanted = await forked(services, call, wanted)
-        return await self._resumed(asked, wanted) or await self._answer(asked, wanted, [prompt])
+        if (resumed := await self._resumed(asked, wanted)) is not None:
+            return resumed
+        images: tuple[ImageInput, ...] = ()
+        if sources:
+            await services.served.check(wanted.fields.model, call.caller)
+            services.images.check(sources, await services.tokenizer.required())
+            images = await services.images.load(sources, call.tenant)
+        if images and wanted.places is not None:
+            prompt, places = await services.images.located(
+                services.tokenizer, prompt, images, call.tenant
+            )
+            wanted = msgspec.structs.replace(wanted, places=tuple(places))
+        return await self._answer(asked, wanted, [prompt], images)
 
     async def stream(self, call: Call) -> Response:
         """Send a stream that was begun before: all of it, or the part after an event."""
@@ -168,12 +193,9 @@ class GenerationCalls:
     ) -> Response:
         services, (call, _, key) = self._services, asked
         call.begin(wanted.fields.budget_ms, wanted.fields.model)
-        if wanted.truncation is not None:
-            if images:
-                raise field_error(
-                    "truncate_prompt_tokens", "could cut an image; leave it out, or the images"
-                )
-            prompts = await prompts_cut(services, wanted, prompts)
+        if images:
+            check_whole(wanted)
+        prompts = await prompts_cut(services, wanted, prompts)
         record = await self._record(wanted, prompts, images, call.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(call.caller, record.request(0))
@@ -213,7 +235,9 @@ class GenerationCalls:
         """
         services, wanted = self._services, record.call
         tokenizer = await services.tokenizer.required() if wanted.needs_tokenizer else None
-        form = await services.tokenizer.message_format() if wanted.reading is not None else None
+        form = None
+        if wanted.reading is not None:
+            form = await services.templates.form(wanted.template, record.tenant)
         return ChoicesWriter(
             wanted, record.prompts, record.texts, tokenizer, form, services.submissions.measures
         )

@@ -22,6 +22,7 @@ from ...server.http import (
     field_error,
     read_object,
 )
+from ...serving.chat_templates import check_template
 from ...serving.fields import read_part
 from ...serving.lane_state import unknown_model
 from ...serving.model_names import adapter_of
@@ -79,6 +80,7 @@ class ModelInfoCalls:
         """Tokenise a text or a conversation, as for a prompt."""
         found = await read_object(call, self._config.gateway.max_body_bytes)
         body = read_part(found, TokenizeBody)
+        check_template(body.chat_template, self._config)
         await self._served.check(body.model, call.caller)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")

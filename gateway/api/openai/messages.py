@@ -65,6 +65,7 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         continue_final_message=body.continue_final_message,
         variables=_variables(body),
         may_be_longer=getattr(body, "truncate_prompt_tokens", None) is not None,
+        template=body.chat_template or None,
         reasoning=_requested_reasoning(body),
     )
 

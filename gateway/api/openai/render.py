@@ -11,7 +11,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....bus.public import Completion, CompletionSample, FinishReason, TokenLogprob, Usage
+from ....bus.public import (
+    Completion,
+    CompletionSample,
+    FinishReason,
+    ImageInput,
+    TokenLogprob,
+    Usage,
+)
 from ....config import Constraint, RequestError, SamplingParams
 from ...call import Call
 from ...server.http import FieldError, JsonResponse, Response, connected, field_error, read_object
@@ -22,8 +29,9 @@ from ...serving.services import Services
 from ...serving.tokenizer import READING, Tokenizer, first_stop, free_of_stops, is_stop_token
 from .answers import Answer, ChoicesWriter, usage_of
 from .bodies import DerenderChatBody, DerenderTextBody, Generated, GeneratedChoice
-from .generate import prepared_chat, prompts_cut
+from .generate import check_whole, prepared_chat, prompts_cut
 from .requests import ChoicesCall, Prompt, read_chat, read_completion
+from .token_images import features_of
 
 _DEFAULTS = SamplingParams()
 _TOKEN = "token_id:"
@@ -37,8 +45,8 @@ class RenderCalls:
 
     async def chat(self, call: Call) -> Response:
         """Return the body of `/inference/v1/generate` for a chat."""
-        wanted, prompt = await self._read_chat(call, await self._body(call))
-        return JsonResponse(await self._rendered(call, wanted, 0, 1, prompt))
+        wanted, prompt, images = await self._read_chat(call, await self._body(call))
+        return JsonResponse(await self._rendered(call, wanted, 0, 1, prompt, images))
 
     async def completions(self, call: Call) -> Response:
         """Return a body of `/inference/v1/generate` for each prompt of a completion."""
@@ -59,10 +67,15 @@ class RenderCalls:
         await self._services.served.check(fields.model, call.caller)
         if fields.chat_request is None:
             raise field_error("chat_request", "is missing; give the body that was rendered")
-        wanted, _ = await self._read_chat(call, fields.chat_request)
+        wanted, _, _ = await self._read_chat(call, fields.chat_request)
         made = fields.generate_response
         return await self._answer(
-            wanted, [made], [fields.prompt_token_ids], [fields.prompt_tokens], "generate_response"
+            wanted,
+            call.tenant,
+            [made],
+            [fields.prompt_token_ids],
+            [fields.prompt_tokens],
+            "generate_response",
         )
 
     async def text_of_tokens(self, call: Call) -> Response:
@@ -82,38 +95,54 @@ class RenderCalls:
             lists.append([None] * number if given is None else given)
         ids, texts = lists
         answers = fields.generate_responses
-        return await self._answer(wanted, answers, ids, texts, "generate_responses")
+        return await self._answer(wanted, call.tenant, answers, ids, texts, "generate_responses")
 
     async def _body(self, call: Call) -> Body:
         return await read_object(call, self._services.config.gateway.max_body_bytes)
 
-    async def _read_chat(self, call: Call, body: Body) -> tuple[ChoicesCall, Prompt]:
+    async def _read_chat(
+        self, call: Call, body: Body
+    ) -> tuple[ChoicesCall, Prompt, tuple[ImageInput, ...]]:
         services = self._services
         wanted, fields = read_chat(body, services.config, await services.length.get())
         await services.served.check(fields.model, call.caller)
         prepared = await prepared_chat(call, services, wanted, fields)
-        if prepared.images:
-            raise field_error("messages", "have images, which /inference/v1/generate does not take")
         wanted = replace(wanted, sampling=prepared.sampling, reading=prepared.reading)
+        if prepared.images:
+            check_whole(wanted)
+            return wanted, prepared.prompt, prepared.images
         (prompt,) = await prompts_cut(services, wanted, [prepared.prompt])
-        return wanted, prompt
+        return wanted, prompt, ()
 
     async def _rendered(
-        self, call: Call, wanted: ChoicesCall, place: int, prompts: int, prompt: Prompt
+        self,
+        call: Call,
+        wanted: ChoicesCall,
+        place: int,
+        prompts: int,
+        prompt: Prompt,
+        images: tuple[ImageInput, ...] = (),
     ) -> Answer:
-        services = self._services
-        if isinstance(prompt, str):
+        services, features = self._services, None
+        if images:
+            tokens = await tokens_of(services, prompt, images, call.tenant)
+            prompt, places = await services.images.located(
+                services.tokenizer, tokens, images, call.tenant
+            )
+            features = features_of(images, places)
+        elif isinstance(prompt, str):
             prompt = await services.tokenizer.token_ids(
                 prompt, add_special=wanted.add_special_tokens
             )
-        request = await check_request(services, wanted.request(place, prompts, prompt, call.tenant))
+        asked = wanted.request(place, prompts, prompt, call.tenant, images)
+        request = await check_request(services, asked)
         fields = wanted.fields
         name = wanted.named or wanted.id
         rendered: Answer = {
             "request_id": name if prompts == 1 else f"{name}-{place}",
             "model": wanted.model,
-            "token_ids": await tokens_of(services, prompt, (), call.tenant),
-            "features": None,
+            "token_ids": prompt,
+            "features": features,
             "sampling_params": sampling_written(request.sampling, wanted),
             "stream": fields.stream,
             "stream_options": fields.stream_options if fields.stream else None,
@@ -127,6 +156,7 @@ class RenderCalls:
     async def _answer(
         self,
         wanted: ChoicesCall,
+        tenant: str,
         generated: Sequence[Generated],
         prompts: Sequence[Sequence[int] | None],
         prompt_tokens: Sequence[int | None],
@@ -137,7 +167,7 @@ class RenderCalls:
             raise field_error(where, "is empty; give an answer of /inference/v1/generate")
         tokenizer, form = await services.tokenizer.required(), None
         if wanted.reading is not None:
-            form = await services.tokenizer.message_format()
+            form = await services.templates.form(wanted.template, tenant)
         each_n = {len(each.choices) for each in generated}
         n, most = max(each_n), services.config.gateway.max_prompts
         if len(each_n) > 1 or not 0 < n * len(generated) <= most:

@@ -12,12 +12,15 @@ from ....bus.public import Fork, GenerateRequest, ImageInput
 from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
 from ...server.http import FieldError, field_error
+from ...serving.chat_templates import check_template
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
 from ...serving.fields import Body, engine_priority, ignore, read_part
+from ...serving.images import ImageSource
 from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
+from .token_images import images_of
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -54,6 +57,9 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         truncation: As of `serving.prepared.truncated`; None for prompts that are taken whole.
         truncation_side: Likewise.
         fork: The place in another request at which its one request begins; None for prompts.
+        places: Offset and length of the tokens of each image, in an answer that shows a prompt of
+            tokens; None in any other.
+        template: The call's own chat template, by which its messages are read.
     """
 
     kind: Kind
@@ -77,6 +83,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     truncation: int | None = None
     truncation_side: Literal["left", "right"] = "left"
     fork: Fork | None = None
+    places: tuple[tuple[int, int], ...] | None = None
+    template: str | None = None
 
     @property
     def chat(self) -> bool:
@@ -85,7 +93,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     @property
     def lists_tokens(self) -> bool:
         """Whether the answer lists its tokens, or their logprobs or versions."""
-        shown = self.logprobs is not None or self.token_ids
+        shown = self.logprobs is not None or self.token_ids or self.sampling.return_sampling_mask
         return shown or self.fields.return_weight_versions
 
     @property
@@ -194,7 +202,7 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
         RequestError: A field can't be obeyed.
     """
     fields = read_part(body, CompletionBody)
-    prompts = [()] if fields.fork is not None else prompts_of(fields.prompt)
+    prompts: list[Prompt] = [()] if fields.fork is not None else prompts_of(fields.prompt)
     scores_only = fields.max_tokens == 0 and fields.echo
     # As a number in vLLM: true is 1, and false is none.
     top = None if fields.logprobs is False else fields.logprobs
@@ -260,6 +268,7 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
         reasoning_field=config.gateway.reasoning_field,
         include_reasoning=fields.shows_reasoning,
         before=_last_text(fields) if fields.echo else "",
+        template=check_template(fields.chat_template, config),
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
     return call, fields
@@ -274,8 +283,10 @@ def _last_text(fields: ChatBody) -> str:
     return content if isinstance(content, str) else ""
 
 
-def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCall, Prompt]:
-    """Read a body of `/inference/v1/generate`: the call, and its prompt.
+def read_generate(
+    body: Body, config: Config, max_model_len: int
+) -> tuple[ChoicesCall, tuple[int, ...], list[ImageSource]]:
+    """Read a body of `/inference/v1/generate`: the call, its prompt, and the images of that.
 
     Args:
         max_model_len: As for `read_chat`.
@@ -285,6 +296,8 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
     """
     fields = read_part(body, GenerateBody)
     own, sampling = read_sampling_params(fields.sampling_params, "sampling_params", max_model_len)
+    if config.gateway.return_sampling_mask and sampling.is_limited:
+        sampling = msgspec.structs.replace(sampling, return_sampling_mask=True)
     if not fields.token_ids and fields.fork is None:
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
     prompt_logprobs = sampling.prompt_logprobs is not None
@@ -299,11 +312,12 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
         token_ids=True,
         named=_named(fields.request_id),
         fork=fields.fork,
+        places=() if fields.return_token_ids else None,
     )
     if call.fork is not None:
         _check_fork(call, "token_ids", fields.token_ids)
     _check_number(call.n, 1, config.gateway.max_prompts, "sampling_params.n")
-    return call, tuple(fields.token_ids or ())
+    return call, tuple(fields.token_ids or ()), images_of(fields.content_parts, fields.features)
 
 
 def _check_fork(call: ChoicesCall, field: str, prompt: object) -> None:

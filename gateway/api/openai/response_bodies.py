@@ -9,7 +9,7 @@ import msgspec
 from ....bus.public import KVSession
 from ....config import Int64
 from ...serving.fields import RefusedField
-from ...serving.sampling_fields import TEXT_SAMPLING, WHOLE
+from ...serving.sampling_fields import RESPONSE_SAMPLING, WHOLE
 from .bodies import (
     MODERATION,
     NO_PADDING,
@@ -53,7 +53,7 @@ class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseBody(RequestBody, frozen=True, kw_only=True):
     """`/v1/responses`."""
 
-    SAMPLING: ClassVar = TEXT_SAMPLING
+    SAMPLING: ClassVar = RESPONSE_SAMPLING
     NEUTRAL: ClassVar = TEXT_NEUTRAL | {
         "max_tool_calls": "only for built-in tools, which don't exist here",
         "prompt_cache_options": "the cache decides",
@@ -67,6 +67,7 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
             "context_management": RefusedField("prompts are taken whole"),
             "moderation": MODERATION,
             "prompt": RefusedField("there are no prompts by name; send `input`"),
+            "return_sampling_mask": RefusedField("ask `/v1/chat/completions`"),
         }
     )
 

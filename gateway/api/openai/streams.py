@@ -80,6 +80,8 @@ class Chunks(Unsent[Choice]):
         chunk = self._answers.head(version, chunk=True) | {"choices": [answer]}
         if call.chat and call.token_ids and not self._begun:
             chunk["prompt_token_ids"] = self._answers.prompts[0]
+        if not self._begun:
+            chunk |= self._answers.shown_prompt()
         self._begun = True
         options = call.fields.stream_options
         if options.include_usage:

@@ -46,6 +46,7 @@ def sglang_routes(services: Services) -> list[PolicyRoute]:
         PolicyRoute("GET /get_server_info", "read", info.server_info),
         PolicyRoute("GET /server_info", "read", info.server_info),
         PolicyRoute("GET /v1/loads", "read", info.loads),
+        PolicyRoute("GET /workers", "read", info.workers),
         PolicyRoute("GET /get_load", "read", info.load),
         PolicyRoute("GET /health", "nothing", info.health),
         PolicyRoute("GET /health_generate", "generate", info.health_generate),

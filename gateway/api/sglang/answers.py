@@ -7,27 +7,31 @@ answer's length.
 from __future__ import annotations
 
 import math
+import struct
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from itertools import chain, starmap
+from itertools import accumulate, chain, starmap
 from typing import Any, assert_never
 
 import msgspec
 import numpy as np
 
 from ....bus.public import (
+    TOKEN_COLUMNS,
     Completion,
     CompletionChunk,
     CompletionSample,
     ErrorInfo,
     GenerateRequest,
     TokenLogprob,
+    token_columns,
 )
 from ....bus.routed_experts import experts_of_sample
 from ....stages.streaming.stop_strings import StopStrings
 from ....text.detokenizer import Detokenizer
 from ...server.http import SendEvent
+from ...serving.logprobs import restricted
 from ...serving.samples import Unsent, all_samples, rest_of
 from ...serving.submissions import ENDED_EARLY
 from ...serving.times import time_usage
@@ -100,7 +104,10 @@ class PromptWriter:
 
     def scored(self, tokens: CompletionChunk) -> ScoredTokens:
         """Return `output_token_logprobs` and `output_top_logprobs`."""
-        scored = zip(tokens.logprobs, tokens.token_ids, strict=True)
+        logprobs: Sequence[float] = tokens.logprobs
+        if self.wanted.within_support and tokens.support_logprobs is not None:
+            logprobs = [*map(restricted, logprobs, tokens.support_logprobs)]
+        scored = zip(logprobs, tokens.token_ids, strict=True)
         tops = tokens.top_logprobs if self.wanted.top_logprobs else None
         return list(starmap(self._entry, scored)), list(map(self._top_entries, tops or ()))
 
@@ -120,6 +127,10 @@ class PromptWriter:
             meta["output_token_logprobs"] = scored[0]
             if wanted.top_logprobs:
                 meta["output_top_logprobs"] = scored[1]
+            if sample.support_logprobs is not None:
+                meta["output_support_logprobs"] = sample.support_logprobs
+        if sample.sampling_masks is not None:
+            meta |= _masks(sample.sampling_masks)
         return {"text": text, "output_ids": sample.token_ids, "meta_info": meta}
 
     def _top_entries(self, top: TopLogprobs) -> list[Entry]:
@@ -132,9 +143,9 @@ class PromptWriter:
         growing, of_engine = self._growing.get(sample.sample_index), sample
         if self.wanted.scores_only and sample.finish_reason != "abort":
             nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": ()}
-            sample = msgspec.structs.replace(
-                sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
-            )
+            nothing |= {"top_logprobs": None, "ref_logprobs": None, "finish_reason": "length"}
+            nothing |= dict.fromkeys(TOKEN_COLUMNS)
+            sample = msgspec.structs.replace(sample, **nothing)
             growing = Growing(self, sample.sample_index)
         elif growing is None or not growing.ended:
             # Its end did not come in chunks.
@@ -184,20 +195,20 @@ class PromptWriter:
         return {"input_token_ids_logprobs": [None, *entries], "output_token_ids_logprobs": []}
 
     def _prompt_logprobs(self, completion: Completion) -> Answer:
-        """Return the prompt's logprobs from `logprob_start` on. The first has none, as SGLang's."""
+        """Return the prompt's logprobs from `logprob_start` on. The prompt's first token has none.
+
+        SGLang has none for the first one shown either; AReaL reads that as a number.
+        """
         start, found = self.wanted.logprob_start, completion.prompt_logprobs
         token_ids = self.wanted.request.prompt_token_ids
         if start < 0 or found is None or token_ids is None:
             return {"input_token_logprobs": []}
         places = range(min(start, len(token_ids) - 1), len(token_ids))
-        entries = [
-            self._entry(None if place == places[0] else found[place], token_ids[place])
-            for place in places
-        ]
+        entries = [self._entry(found[place], token_ids[place]) for place in places]
         tops = completion.prompt_top_logprobs
         if tops is None:
             return {"input_token_logprobs": entries}
-        shown = [None if place == places[0] else self._top_entries(tops[place]) for place in places]
+        shown = [self._top_entries(tops[place]) if place else None for place in places]
         return {"input_token_logprobs": entries, "input_top_logprobs": shown}
 
     def _ref_logprobs(self, completion: Completion, sample: CompletionSample) -> Answer:
@@ -207,7 +218,7 @@ class PromptWriter:
             found["output_ref_logprobs"] = sample.ref_logprobs
         if completion.prompt_ref_logprobs is not None and self.wanted.logprob_start >= 0:
             start = min(self.wanted.logprob_start, len(completion.prompt_ref_logprobs) - 1)
-            found["input_ref_logprobs"] = [None, *completion.prompt_ref_logprobs[start + 1 :]]
+            found["input_ref_logprobs"] = [*completion.prompt_ref_logprobs[start:]]
         return found
 
     def _entry(self, logprob: float | None, token_id: int) -> Entry:
@@ -248,6 +259,14 @@ class PromptWriter:
                 assert_never(unknown)
 
 
+def _masks(masks: Sequence[bytes]) -> Answer:
+    """Return sampling masks as slime has them: all ids, and where each position's begin."""
+    lengths = (len(mask) // 4 for mask in masks)
+    offsets = struct.pack(f"<{len(masks) + 1}i", *accumulate(lengths, initial=0))
+    arrays = {"top_p_token_ids": b"".join(masks), "top_p_token_offsets": offsets}
+    return {name: b64encode(each).decode() for name, each in arrays.items()}
+
+
 class Growing:
     """A sample that grows to its end. Chunks are appended; only an answer reads all of it.
 
@@ -264,6 +283,7 @@ class Growing:
         self.scored: ScoredTokens = ([], [])
         self._texts: list[str] = []
         self._spans: list[tuple[int, int]] = []
+        self._columns: dict[str, list[Any]] = {}
         self._free: int | None = None
         # None where the text is that of the engine.
         self._tokenizer = None if writer.wanted.plain_text else writer.tokenizer
@@ -294,6 +314,8 @@ class Growing:
         if chunk.token_ids and (not self._spans or self._spans[-1][0] != version):
             self._spans.append((version, len(self._token_ids)))
         self._token_ids += chunk.token_ids
+        for name, values in token_columns(chunk).items():
+            self._columns.setdefault(name, []).extend(values)
         if self._writer.wanted.logprobs:
             entries, tops = self._writer.scored(chunk)
             self.scored[0].extend(entries)
@@ -312,6 +334,7 @@ class Growing:
     def answer(self) -> Answer:
         """Return an event with all that there is."""
         self._shown = len(self._token_ids)
+        columns: dict[str, Any] = {name: tuple(each) for name, each in self._columns.items()}
         sample = CompletionSample(
             sample_index=self._index,
             text="",
@@ -319,6 +342,7 @@ class Growing:
             logprobs=(),
             finish_reason="abort",
             weight_versions=tuple(self._spans),
+            **columns,
         )
         return self._writer.answer(sample, self.text(), self.scored)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import anyio.lowlevel
 import msgspec
 
-from ....bus.public import Completion, EmbedParams, GenerateRequest, Output
+from ....bus.public import Completion, EmbedParams, GenerateRequest, ImageInput, Output
 from ....config import Int64, NanoInferenceError
 from ....pipeline.scoring import EmbeddedPrompt
 from ...call import Call
@@ -76,8 +76,9 @@ class Generation:
             tokenizer = None
             if wanted.needs_tokenizer or wanted.needs_token_ids:
                 tokenizer = await services.tokenizer.required()
+            images = await self._images(wanted, tenant)
             request = msgspec.structs.replace(
-                wanted.request, request_id=bus_id(caller, wanted.id), tenant=tenant
+                wanted.request, request_id=bus_id(caller, wanted.id), tenant=tenant, images=images
             )
             request = await as_submitted(services, request, as_tokens=wanted.needs_token_ids)
             wanted = msgspec.structs.replace(wanted, request=wanted.with_targets(request))
@@ -85,6 +86,14 @@ class Generation:
             if len(writers) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
         return writers
+
+    async def _images(self, wanted: PromptCall, tenant: str) -> tuple[ImageInput, ...]:
+        """Return the files of a prompt's images."""
+        if not wanted.images:
+            return ()
+        services = self._services
+        services.images.check(wanted.images, await services.tokenizer.required())
+        return await services.images.load(wanted.images, tenant)
 
     # --- after --------------------------------------------------------------------------------
 

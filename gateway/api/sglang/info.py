@@ -125,6 +125,18 @@ class ServerInfoCalls:
             }
         )
 
+    async def workers(self, call: Call) -> Response:
+        """Return the servers behind this address, as SGLang's router does: this one."""
+        host = dict(call.headers).get(b"host", b"").decode("latin-1")
+        worker = {
+            "id": host,
+            "url": f"{call.scheme}://{host}",
+            "model_id": self._config.engine.model_name,
+            "worker_type": "regular",
+            "is_healthy": not await self._services.readiness.trouble(),
+        }
+        return JsonResponse({"workers": [worker], "total": 1})
+
     async def load(self, call: Call) -> Response:
         """Return the same as `loads`, in SGLang's older form."""
         return JsonResponse(await self._loads())

@@ -14,7 +14,8 @@ from ....config import Config, Constraint, Int64, RequestError, SamplingParams
 from ...call import Call
 from ...server.http import FieldError, convert, field_error, read_object
 from ...serving.constraints import of_grammar, the_one
-from ...serving.fields import Body, RefusedField, convert_part, read_part
+from ...serving.fields import EMPTY, Body, RefusedField, convert_part, read_part
+from ...serving.images import ImageSource, of_base64, of_url
 from ...serving.lane_state import unknown_model
 from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import SGLANG, read_sampling
@@ -39,6 +40,9 @@ async def read_sglang_object(call: Call, config: Config) -> Body:
 
 
 DEFAULT_MAX_NEW_TOKENS = 128
+
+_URLS = ("data:", "http:", "https:", "file:")
+_MOST_SCHEME = 64
 
 ROUTED_OR_LOGGED = "about how to route, log or trace a request, or the rank that runs it"
 """Why fields are neutral."""
@@ -65,11 +69,11 @@ class SGLangBody(msgspec.Struct, frozen=True):
             "session_id",
         ),
         ROUTED_OR_LOGGED,
-    ) | {"modalities": "of images, of which there are none"}
+    ) | {"modalities": "images are taken in the order of their placeholders"}
     REFUSED: ClassVar = {
         **dict.fromkeys(
-            ("image_data", "audio_data", "video_data", "input_embeds"),
-            RefusedField("a prompt is text or tokens; send images to `/v1/chat/completions`"),
+            ("audio_data", "video_data", "input_embeds"),
+            RefusedField("a prompt is text or tokens, with images"),
         ),
         **dict.fromkeys(
             ("bootstrap_host", "bootstrap_port", "bootstrap_room"),
@@ -86,6 +90,7 @@ class SGLangBody(msgspec.Struct, frozen=True):
     rid: str | list[str] | None = None
     text: str | list[str] | None = None
     input_ids: list[Int64 | list[Int64]] | None = None
+    image_data: str | Body | list[str | Body | list[str | Body] | None] | None = None
     sampling_params: Body | list[Body] | None = None
     return_logprob: bool | list[bool] = False
     logprob_start_len: Int64 | list[Int64] = -1
@@ -103,12 +108,23 @@ class SGLangBody(msgspec.Struct, frozen=True):
     budget_ms: float | None = None
 
 
+class CustomParams(msgspec.Struct, frozen=True):
+    """`custom_params`: all but slime's are for custom logit processors, of which there are none.
+
+    Attributes:
+        return_top_p_token_ids: Return sampling masks, and logprobs of the support alone.
+    """
+
+    OPEN: ClassVar = True
+
+    return_top_p_token_ids: bool = False
+
+
 class SGLangSampling(msgspec.Struct, frozen=True):
     """`sampling_params` of `/generate`: SGLang's SamplingParams."""
 
     SAMPLING: ClassVar = SGLANG
     NEUTRAL: ClassVar = {
-        "custom_params": "only custom logit processors read them",
         "spaces_between_special_tokens": "only for slow tokenizers",
     }
     REFUSED: ClassVar = {
@@ -123,6 +139,22 @@ class SGLangSampling(msgspec.Struct, frozen=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    custom_params: CustomParams = CustomParams()
+
+
+class SGLangImage(msgspec.Struct, frozen=True):
+    """An image of `image_data` as an object."""
+
+    NEUTRAL: ClassVar = dict.fromkeys(
+        ("detail", "max_dynamic_patch", "modalities", "type"),
+        "a model has one resolution",
+    )
+    REFUSED: ClassVar = dict.fromkeys(
+        ("format", "image_embeds", "image_grid_thw", "pixel_values"),
+        RefusedField("the server processes images itself; give a URL or a file in base64"),
+    )
+
+    url: str
 
 
 class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +168,9 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: Whether logprobs are shown.
         logprob_start: The first place of the prompt's logprobs; -1 for none.
         token_texts: Whether logprobs come with the tokens' texts.
+        within_support: Whether logprobs are of the support alone.
         target_ids: Token ids whose logprobs are shown at each place of the prompt's; () for none.
+        images: The images of the prompt, in order.
     """
 
     id: str
@@ -146,7 +180,9 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     logprob_start: int
     token_texts: bool
+    within_support: bool = False
     target_ids: tuple[int, ...] = ()
+    images: list[ImageSource] = []
 
     @property
     def top_logprobs(self) -> int:
@@ -239,6 +275,7 @@ def read_call(body: Body, max_prompts: int) -> BatchCall:
         _each(fields.return_routed_experts, "return_routed_experts", count),
         _each(fields.extra_key, "extra_key", count),
         _each(fields.lora_path, "lora_path", count),
+        _images(fields.image_data, count, batch),
         strict=True,
     )
     batch = batch or first[0].n > 1
@@ -251,8 +288,9 @@ def _prompt_calls(
     fields: SGLangBody, rows: Iterable[tuple[Any, ...]], max_prompts: int
 ) -> Iterator[PromptCall]:
     samples = 0
-    for prompt, request_id, sampling, logprobs, start, top, ids, routes, extra_key, adapter in rows:
-        own, params = sampling
+    for row in rows:
+        prompt, request_id, (own, params), logprobs, start, top, ids, *others = row
+        routes, extra_key, adapter, images = others
         samples += max(1, own.n)
         _check_number(samples, max_prompts)
         start, top = (start, top) if logprobs else (-1, 0)
@@ -291,7 +329,9 @@ def _prompt_calls(
             logprobs=logprobs,
             logprob_start=start,
             token_texts=logprobs and fields.return_text_in_logprobs,
+            within_support=own.custom_params.return_top_p_token_ids,
             target_ids=tuple(ids or ()),
+            images=images,
         )
 
 
@@ -317,6 +357,8 @@ def _read_sampling(given: Body) -> tuple[SGLangSampling, SamplingParams]:
     constraint = _constraint(own)
     default = DEFAULT_MAX_NEW_TOKENS
     params = read_sampling(given, SGLANG, _SAMPLING, max_tokens=default, constraint=constraint)
+    if own.custom_params.return_top_p_token_ids:
+        params = msgspec.structs.replace(params, return_sampling_mask=True)
     return own, params
 
 
@@ -352,6 +394,34 @@ def _request_ids(rid: str | list[str] | None, count: int, batch: bool) -> list[s
     if len(set(rid)) < len(rid):
         raise RequestError("rid holds an id twice", code="duplicate_request")
     return _each(rid, "rid", count)
+
+
+def _images(given: Any, count: int, batch: bool) -> list[list[ImageSource]]:
+    """Return the images of each prompt. A batch has one, a list of them or null for each prompt, or
+    one for all."""
+    if not batch:
+        return [_sources(given, "image_data")]
+    rows = _each(given, "image_data", count)
+    return [_sources(row, f"image_data[{place}]") for place, row in enumerate(rows)]
+
+
+def _sources(given: Any, where: str) -> list[ImageSource]:
+    if isinstance(given, list):
+        return [_source(each, f"{where}[{place}]") for place, each in enumerate(given)]
+    return [] if given is None or given in EMPTY else [_source(given, where)]
+
+
+def _source(given: Any, where: str) -> ImageSource:
+    """Read an image as SGLang does: a URL, or a file in base64. No files of this machine are read.
+
+    Raises:
+        FieldError: invalid_image, invalid_image_url, invalid_request.
+    """
+    text = read_part(given, SGLangImage, where).url if isinstance(given, dict) else given
+    if not isinstance(text, str):
+        raise field_error(where, ": an image is a URL, or a file in base64")
+    begins = text[:_MOST_SCHEME].lstrip().lower()
+    return of_url(text, where) if begins.startswith(_URLS) else of_base64(text, where)
 
 
 def _each(value: Any, name: str, count: int) -> list[Any]:

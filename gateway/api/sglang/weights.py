@@ -5,7 +5,7 @@ from __future__ import annotations
 from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import anyio
 import anyio.to_thread
@@ -59,7 +59,8 @@ class GroupBody(msgspec.Struct, frozen=True):
     """`/init_weights_update_group`."""
 
     master_address: str
-    master_port: Int64
+    # AReaL writes it as text.
+    master_port: Int64 | Annotated[str, msgspec.Meta(pattern="^[0-9]{1,5}$")]
     rank_offset: Int64
     world_size: Int64
     group_name: str = "weight_update_group"

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_never
 
 from ....bus.control import AdapterReady, ControlSession, ReplicaCapacity, TiersChanged
+from ....bus.kv_sessions import (
+    KVSession,
+    KVSessionResult,
+    SessionAction,
+    SessionOutcome,
+    SessionTier,
+)
 from ....bus.messages import AdmittedRequest, CacheScope
 from ....bus.parts.sessions import SessionGrant, SessionTurn
-from ....bus.public import KVSession, KVSessionResult, SessionAction, SessionOutcome, SessionTier
 from ....bus.steps import StepSummary
 from ....config import EngineConfig, shown
 from ..allocation import Allocation

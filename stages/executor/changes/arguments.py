@@ -28,6 +28,7 @@ Operation = (
     | control.JoinWeightsGroup
     | control.LeaveWeightsGroup
     | control.TellWeightVersion
+    | control.ChecksumWeights
     | control.ReleaseMemory
     | control.ResumeMemory
     | control.MoveExperts

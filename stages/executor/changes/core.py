@@ -22,6 +22,7 @@ from ..runner.shards import NewShard, NewWeight
 from ..runner.weights.checks import UNLIMITED, WeightLimits, busy
 from . import effects as do
 from .arguments import Operation, check_arguments
+from .succession import Succession
 
 _SECOND_NS = 1_000_000_000
 
@@ -29,6 +30,9 @@ _LEAST_FETCH_S = 0.001
 """The time to fetch that remains for an update that waited for its turn to the last moment."""
 
 AdapterOperation = LoadAdapter | UnloadAdapter
+
+_ASK_AGAIN_NS = 2 * _SECOND_NS
+"""When the decision about an update is read again, if the store couldn't be reached."""
 
 _WEIGHTS = ""
 """Key of the weights among staged changes; adapters have their ids."""
@@ -89,9 +93,15 @@ class ChangesCore:
         succession: The lane's record.
     """
 
-    def __init__(self, limits: WeightLimits) -> None:
-        """Args: the most that an update may bring."""
+    def __init__(self, limits: WeightLimits, *, logs: bool = False) -> None:
+        """Begin.
+
+        Args:
+            limits: The most that an update may bring.
+            logs: Whether there is a log of weights, which has what an earlier process prepared.
+        """
         self._limits = limits
+        self._logs = logs
         self.version = 0
         self._tickets = count(1)
         # By ticket: open operations and the ids of their answers.
@@ -104,6 +114,10 @@ class ChangesCore:
         self._prepared: _Prepared | None = None
         # An update that was dropped while it was still fetched.
         self._dropped = ""
+        # Whether the decision about the prepared update is being read.
+        self._reads_decision = False
+        # The update, and its version, that FinishUpdate named last: in place or staged.
+        self._decided: tuple[str, int] = "", 0
         # The ticket of a prepared update that is being staged.
         self._finishing: int | None = None
         self._staged: dict[str, _Staged] = {}
@@ -130,7 +144,7 @@ class ChangesCore:
     def next_deadline_ns(self) -> int | None:
         """When `tick` has something to do; None while nothing waits."""
         deadlines = [turn.deadline_ns for turn in self._turns]
-        if self._prepared is not None:
+        if self._prepared is not None and not self._reads_decision:
             deadlines.append(self._prepared.deadline_ns)
         return min(deadlines, default=None)
 
@@ -224,6 +238,7 @@ class ChangesCore:
     def restored(self, weights: WeightsInPlace) -> list[do.Effect]:
         """The lane's weights are in place."""
         self.version = weights.version
+        self._decided = f"{weights.log}/{weights.digest}", weights.version
         fields = {"version": weights.version, "folder": weights.folder}
         origin = do.WeightsOrigin(weights.folder, weights.stamp)
         recorded = self.succession.put_in_place(weights.version, origin)
@@ -250,6 +265,8 @@ class ChangesCore:
                 self._answer(ticket)
             case control.TellWeightVersion():
                 self._answer(ticket)
+            case control.ChecksumWeights():
+                self._effects.append(do.Checksum(ticket))
             case control.ReleaseMemory(tags):
                 self._change_memory(do.BeginRelease(ticket, tags))
             case control.ResumeMemory(tags):
@@ -261,8 +278,11 @@ class ChangesCore:
 
     def _begin_update(self, ticket: int, update: UpdateWeights, now_ns: int) -> None:
         if not update.part_of:
-            holders = self.fetching, self._prepared, self._finishing, self._staged.get(_WEIGHTS)
-            if any(holder is not None for holder in holders):
+            if update.prepare_as and update.prepare_as == self.prepared:
+                assert self._prepared is not None
+                self._answer(ticket, logged=self._prepared.fetched.logged)  # the first was lost
+                return
+            if self._is_busy:
                 self._skip(update)
                 raise busy()
             self._fetch(ticket, update)
@@ -300,7 +320,14 @@ class ChangesCore:
 
     def _continue(self, job: do.ChangeJob, result: do.Result, now_ns: int) -> None:
         match job, result:
-            case do.Fetch(ticket, update) | do.Combine(ticket, update), do.Fetched() as fetched:
+            case (
+                (
+                    do.Fetch(ticket, update)
+                    | do.Combine(ticket, update)
+                    | do.ReadLogged(ticket, update)
+                ),
+                do.Fetched() as fetched,
+            ):
                 self._received(ticket, update, fetched)
             case do.Check(ticket, update, fetched), _ if update.part_of:
                 self._keep_part(ticket, update, fetched)
@@ -318,6 +345,8 @@ class ChangesCore:
                     self._release(ticket)
                     ready = AdapterReady(load.adapter, version, load.in_flight)
                     self._stage(load.adapter, _Staged(ticket, version, ready))
+            case do.Checksum(ticket), dict(checksums):
+                self._answer(ticket, checksums=checksums)
             case do.BeginRelease(), True:
                 self._releasing = True
                 self._effects.append(do.SendMemory())
@@ -336,7 +365,12 @@ class ChangesCore:
 
     def _keep_part(self, ticket: int, update: UpdateWeights, fetched: do.Fetched) -> None:
         self._parts.add(
-            update.part_of, fetched.tensors, fetched.origin, self._limits, base=fetched.base
+            update.part_of,
+            fetched.tensors,
+            fetched.origin,
+            self._limits,
+            base=fetched.base,
+            number=update.part,
         )
         self._answer(ticket)
 
@@ -347,7 +381,7 @@ class ChangesCore:
         if update.prepare_as == self._dropped:
             raise WeightsError("the update was cancelled", code="weights_incomplete")
         self._prepared = _Prepared(update, fetched, _deadline_ns(update, now_ns))
-        self._answer(ticket)
+        self._answer(ticket, logged=fetched.logged)
 
     def _finish(self, ticket: int, finish: control.FinishUpdate) -> None:
         prepared = self._prepared
@@ -356,8 +390,22 @@ class ChangesCore:
             if finish.version is None:
                 self._answer(ticket)
                 return
-            self._finishing = ticket
+            self._finishing, self._decided = ticket, (finish.prepared, finish.version)
             self._begin_stage(ticket, prepared.update, prepared.fetched, finish.version)
+        elif self._decided in (
+            (finish.prepared, finish.version),
+            (finish.logged, finish.version),
+        ):
+            if self._finishing is not None or _WEIGHTS in self._staged:
+                raise busy()
+            self._answer(ticket)  # they are in place
+        elif finish.version is not None and finish.logged and self._logs:
+            if self._is_busy:
+                raise busy()
+            self.fetching, self._decided = ticket, (finish.prepared, finish.version)
+            source = StagedWeights(finish.prepared, 0)
+            update = UpdateWeights(source, version=finish.version, partial=True)
+            self._effects.append(do.ReadLogged(ticket, update, finish.logged))
         elif finish.version is None:
             fetching = self._open[self.fetching][0] if self.fetching is not None else None
             if isinstance(fetching, UpdateWeights) and fetching.prepare_as == finish.prepared:
@@ -370,6 +418,36 @@ class ChangesCore:
                 "came too late; send the weights again",
                 code="weights_incomplete",
             )
+
+    def decided(self, name: str, version: int | None, now_ns: int) -> list[do.Effect]:
+        """Handle the decision about a prepared update, as the store has it.
+
+        Args:
+            name: The update's.
+            version: The version that it becomes; 0 if it will not be in place; None if unknown.
+            now_ns: The time.
+        """
+        self._reads_decision = False
+        prepared = self._prepared
+        if prepared is None or self.prepared != name:
+            return []
+        if version is None:
+            self._prepared = prepared._replace(deadline_ns=now_ns + _ASK_AGAIN_NS)
+        elif version:
+            return self.begin(control.FinishUpdate(name, version), "", now_ns)
+        else:
+            self._drop_prepared()
+        return self.tick(now_ns)
+
+    @property
+    def _is_busy(self) -> bool:
+        holders = self.fetching, self._prepared, self._finishing, self._staged.get(_WEIGHTS)
+        return any(holder is not None for holder in holders)
+
+    def _drop_prepared(self) -> None:
+        self._prepared = None
+        fields = {"reason": "FinishUpdate did not come in time"}
+        self._effects.append(do.Log("prepared_weights_dropped", fields, warning=True))
 
     def _begin_stage(
         self, ticket: int, update: UpdateWeights, fetched: do.Fetched, version: int | None
@@ -398,6 +476,7 @@ class ChangesCore:
     def _not_in_place(self, error: WeightsError) -> None:
         """Staged weights were dropped when their plan came."""
         if (staged := self._staged.pop(_WEIGHTS, None)) is not None:
+            self._decided = "", 0
             self._answer(staged.ticket, error)
 
     def _adapters_in_place(self, adapters: Iterable[tuple[str, int]]) -> None:
@@ -435,27 +514,42 @@ class ChangesCore:
             self._turns.remove(turn)
             self._skip(turn.update)
             self._answer(turn.ticket, busy())
-        if self._prepared is not None and self._prepared.deadline_ns <= now_ns:
-            self._prepared = None
-            fields = {"reason": "FinishUpdate did not come in time"}
-            self._effects.append(do.Log("prepared_weights_dropped", fields, warning=True))
+        late = self._prepared is not None and self._prepared.deadline_ns <= now_ns
+        if self._prepared is not None and late and not self._reads_decision:
+            if self._prepared.update.decided:
+                self._reads_decision = True
+                self._effects.append(do.ReadDecision(self.prepared))
+            else:
+                self._drop_prepared()
         return self._take_effects()
 
     def _take_effects(self) -> list[do.Effect]:
         effects, self._effects = self._effects, []
         return effects
 
-    def _answer(self, ticket: int, error: WeightsError | None = None, *, version: int = 0) -> None:
+    def _answer(
+        self,
+        ticket: int,
+        error: WeightsError | None = None,
+        *,
+        version: int = 0,
+        checksums: dict[str, str] | None = None,
+        logged: str = "",
+    ) -> None:
         """End an operation and free its resources."""
         operation, operation_id = self._open.pop(ticket)
         is_part = isinstance(operation, UpdateWeights) and bool(operation.part_of)
-        if error is not None and ticket == self.fetching and is_part:
-            self._parts.drop()  # they can't become complete
+        if error is not None and ticket == self.fetching:
+            if is_part:
+                self._parts.drop()  # they can't become complete
+            if isinstance(operation, control.FinishUpdate):
+                self._decided = "", 0
         self._release(ticket)
         newest = 0
         if not isinstance(operation, AdapterOperation):
             version, newest = self.version, self.succession.behind
-        self._effects.append(do.Answer(operation, operation_id, version, newest, error))
+        about = version, newest, error, checksums, logged
+        self._effects.append(do.Answer(operation, operation_id, *about))
 
     def _release(self, ticket: int) -> None:
         """Free the resources of an operation, for the next ones."""
@@ -479,10 +573,15 @@ def _deadline_ns(update: UpdateWeights, now_ns: int) -> int:
 
 
 class WeightParts:
-    """The parts of one update: those of the last update's name."""
+    """The parts of one update: those of the last update's name.
+
+    Attributes:
+        update: The name; "" while there are none.
+    """
 
     def __init__(self) -> None:
-        self._update, self._parts = "", 0
+        self.update = ""
+        self._numbers: set[int] = set()
         self._tensors: dict[str, NewWeight] = {}
         self._origin: do.WeightsOrigin | None = None
         self._base: int | None = None
@@ -497,16 +596,17 @@ class WeightParts:
         limits: WeightLimits = UNLIMITED,
         *,
         base: int | None = None,
+        number: int | None = None,
     ) -> None:
-        """Keep a part. A tensor that comes again replaces the earlier one.
+        """Keep a part. A tensor that comes again replaces the earlier one, and so does a part.
 
         Raises:
             WeightsError: All parts together exceed the limits; or a delta changes a tensor of
                 another part, or begins with another version.
         """
-        if update != self._update:
+        if update != self.update:
             self.drop()
-            self._update = update
+            self.update = update
         if base is not None or self._base is not None:
             if base is not None and self._base not in (None, base):
                 raise WeightsError(
@@ -520,8 +620,8 @@ class WeightParts:
                     code="weights_delta",
                 )
             self._base = base if base is not None else self._base
-        self._parts += 1
-        self._origin = origin if self._parts == 1 else None
+        self._numbers.add(len(self._numbers) if number is None else number)
+        self._origin = origin if len(self._numbers) == 1 else None
         self._tensors.update(tensors)
         self._num_bytes += _held(tensors)
         if self._num_bytes > limits.num_bytes:
@@ -538,19 +638,20 @@ class WeightParts:
         Raises:
             WeightsError: Some parts are missing.
         """
-        parts = self._parts if staged.update == self._update else 0
+        numbers = self._numbers if staged.update == self.update else set()
         found = self._tensors, self._origin, self._base
         self.drop()
-        if not parts or parts != staged.parts:
+        if not numbers or numbers != set(range(staged.parts)):
             raise WeightsError(
-                f"{parts} of the update's {staged.parts} parts have come; send all of them again",
+                f"{len(numbers)} of the update's {staged.parts} parts have come; send all of them "
+                "again",
                 code="weights_incomplete",
             )
         return found
 
     def drop(self) -> None:
         """Keep nothing."""
-        self._update, self._parts, self._tensors, self._origin = "", 0, {}, None
+        self.update, self._numbers, self._tensors, self._origin = "", set(), {}, None
         self._num_bytes, self._base = 0, None
 
 
@@ -560,84 +661,3 @@ def _held(tensors: Mapping[str, NewWeight]) -> int:
     shards = sum(each.nbytes for each in tensors.values() if isinstance(each, NewShard))
     storages = [each.untyped_storage() for each in tensors.values() if isinstance(each, Tensor)]
     return shards + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-
-
-# --- succession ---------------------------------------------------------------------------------
-
-
-class Succession:
-    """Records this executor's weights for its successor, and compares with its predecessor's.
-
-    The store keeps the lane's newest weights, and the admission under which they were in place.
-    While that admission lives, so does the lane, and a new executor must have those weights. A
-    later admission may have begun a new lane, with the weights of `engine.model_path`.
-
-    Attributes:
-        behind: The lane's version when this executor joined without it; 0 otherwise.
-    """
-
-    def __init__(self) -> None:
-        self.behind = 0
-        # The last admission; the version and origin of this executor's own weights.
-        self._leader = ""
-        self._own: tuple[int, do.WeightsOrigin | None] = 0, None
-
-    def put_in_place(self, version: int, origin: do.WeightsOrigin | None) -> do.Effect:
-        """New weights are in place. `origin`: of all of them, if they came in one update."""
-        self._own, self.behind = (version, origin), 0
-        return self._record()
-
-    def begin_epoch(self, leader: str) -> list[do.Effect]:
-        """Begin an epoch of an admission; this executor takes part once the effects are done.
-
-        At the first one the lane's record is read, unless this executor has had an update: then a
-        new admission gets a record of that.
-        """
-        if leader == self._leader:
-            return []
-        first, self._leader = not self._leader, leader
-        if self._own[0]:
-            return [self._record()]
-        return [do.ReadRecord()] if first else []
-
-    def read(self, record: WeightsInPlace | None) -> list[do.Effect]:
-        """Handle the lane's record; None if unknown."""
-        if record is None:
-            return []
-        if record.leader == self._leader:
-            return [do.Restore(record)]
-        reason = "the lane was restarted; its earlier weights are not restored"
-        fields = {"before": record.version, "reason": reason}
-        return [do.Log("weights_of_model_path", fields, warning=True)]
-
-    def fall_behind(self, version: int, why: str) -> list[do.Effect]:
-        """The lane's weights can't be restored: this executor serves those that it loaded."""
-        self.behind = version
-        reason = f"{why}; this executor serves the weights of model_path until they are updated"
-        fields = {"version": 0, "of_the_lane": version, "reason": reason}
-        return [do.Log("weights_behind", fields, warning=True)]
-
-    def check(self, covers: bool) -> None:
-        """Check that new weights may be put in place. `covers`: they replace every parameter.
-
-        Raises:
-            WeightsError: They would mix with weights that the trainer doesn't expect here.
-        """
-        if self.behind and not covers:
-            raise WeightsError(
-                "this executor was restarted with the weights of model_path, not version "
-                f"{self.behind}, which a partial update needs; send all weights in one update",
-                code="weights_behind",
-            )
-
-    def _record(self) -> do.Remember:
-        version, origin = self._own
-        folder, stamp = origin or ("", "")
-        return do.Remember(
-            WeightsInPlace(version=version, leader=self._leader, folder=folder, stamp=stamp)
-        )
-
-
-def supersedes(new: WeightsInPlace, record: WeightsInPlace | None) -> bool:
-    """Whether to replace a record: another replica may be ahead, if an update failed here."""
-    return record is None or record.leader != new.leader or record.version < new.version

@@ -63,6 +63,18 @@ class Stage(ChangeJob, frozen=True):
     version: int | None
 
 
+class ReadLogged(ChangeJob, frozen=True):
+    """Read the weights of a decided update from the log; results in `Fetched`.
+
+    Attributes:
+        update: It has the version.
+        logged: As in `FinishUpdate`.
+    """
+
+    update: UpdateWeights
+    logged: str = ""
+
+
 class StageAdapter(ChangeJob, frozen=True):
     """Read an adapter, and stage it unless it is only checked; results in its version."""
 
@@ -81,6 +93,10 @@ class MoveExperts(ChangeJob, frozen=True):
     owners: tuple[int, ...]
 
 
+class Checksum(ChangeJob, frozen=True):
+    """Compute the checksum of each parameter in place; results in them, by name."""
+
+
 class BeginRelease(ChangeJob, frozen=True):
     """Mark memory for the plan that releases it; results in whether there is any."""
 
@@ -93,11 +109,17 @@ class ResumeTags(ChangeJob, frozen=True):
     tags: tuple[str, ...]
 
 
-Result = Fetched | int | bool | WeightsError | None
+Result = Fetched | dict[str, str] | int | bool | WeightsError | None
 """The result of a job. A `WeightsError`: the job failed and changed nothing in place."""
 
 
 # --- immediate effects ------------------------------------------------------------------------
+
+
+class ReadDecision(Effect, frozen=True):
+    """Read what was decided about a prepared update: `ChangesCore.decided`."""
+
+    update: str
 
 
 class Answer(Effect, frozen=True):
@@ -109,6 +131,8 @@ class Answer(Effect, frozen=True):
         version: Of the weights in place, or of the adapter.
         newest_version: The lane's largest version so far, if larger.
         error: Why the operation was refused or failed.
+        checksums: Of the weights, if the operation asks for them.
+        logged: As in `Outcome`.
     """
 
     operation: Operation
@@ -116,6 +140,8 @@ class Answer(Effect, frozen=True):
     version: int
     newest_version: int = 0
     error: WeightsError | None = None
+    checksums: dict[str, str] | None = None
+    logged: str = ""
 
 
 class SendBatching(Effect, frozen=True):

@@ -41,7 +41,8 @@ from ..runner.weights.transports.background import Background, stay_single
 from ..runner.weights.transports.folder import stamp_of
 from . import effects as do
 from .arguments import Operation, check_path
-from .core import AdapterOperation, ChangesCore, supersedes
+from .core import AdapterOperation, ChangesCore
+from .succession import supersedes
 
 _CONFIRM_S = 2.0
 """Seconds after which admission is asked again to confirm a change."""
@@ -72,7 +73,8 @@ class StagedChanges:
         self._weights = self.executor.part(WeightChanges)
         self._memory = self.executor.part(MemoryRelease)
         self._adapters = self.executor.part(AdapterChanges)
-        self.core = ChangesCore(self._weights.manager.limits)
+        logs = self._weights.log is not None
+        self.core = ChangesCore(self._weights.manager.limits, logs=logs)
         self.restoring = ""
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
         # don't wait behind weights that don't come.
@@ -106,6 +108,7 @@ class StagedChanges:
             self._weights.log.begin_run(leader)
         if leader == self._leader:
             return
+        await self._complete_decided()
         first, self._leader = not self._leader, leader
         if first:
             record = await self._read_record(self.actor.bus.store.adapters, "adapters")
@@ -205,6 +208,8 @@ class StagedChanges:
                 case do.ReadRecord():
                     record = await self._read_record(self.actor.bus.store.weights, "weights")
                     await self._perform(self.core.succession.read(record))
+                case do.ReadDecision(update):
+                    self.start_soon(self._read_decision, update)
                 case do.Restore(weights):
                     await self._perform(await self._restore(weights))
                 case do.ChangeJob():
@@ -255,10 +260,47 @@ class StagedChanges:
             self.actor.metrics.record(instruments.ADAPTER_CHANGES, 1, labels)
         elif replaces_weights(operation) or (error and isinstance(operation, UpdateWeights)):
             self.actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
-        await self.actor.answer(answer.operation_id, answer.version, error, answer.newest_version)
+        await self.actor.answer(
+            answer.operation_id,
+            answer.version,
+            error,
+            answer.newest_version,
+            checksums=answer.checksums,
+            logged=answer.logged,
+        )
 
     async def _send_batching(self, message: Message) -> None:
         await self.actor.send(self.actor.own(CONTROL["batching"]), message)
+
+    async def _read_decision(self, update: str) -> None:
+        """Read what was decided about a prepared update; an undecided one is decided against."""
+        record, version = self.actor.bus.store.weight_update, 0
+        try:
+            stored = await record.read()
+            if stored.state.update == update:
+                version = stored.state.committed
+                why = "the gateway did not finish the update in time"
+                dropped = replace(stored.state, session=False, parts=0, last_failure=why)
+                if not version and await record.replace(stored, dropped) is None:
+                    raise BusError("it changes at the moment")
+        except BusError as error:
+            self.actor.log.warning("decision_unknown", update=update, reason=str(error))
+            await self._perform(self.core.decided(update, None, now_ns()))
+            return
+        await self._perform(self.core.decided(update, version, now_ns()))
+
+    async def _complete_decided(self) -> None:
+        """Put an update in place that was decided while this executor was not there."""
+        if self._weights.log is None:
+            return
+        try:
+            state = (await self.actor.bus.store.weight_update.read()).state
+        except BusError as error:
+            self.actor.log.warning("decision_unknown", update="", reason=str(error))
+            return
+        if state.committed > self.core.version:
+            finish = FinishUpdate(state.update, state.committed, state.logged)
+            await self._perform(self.core.begin(finish, "", now_ns()))
 
     # --- the lane's records -------------------------------------------------------------------
 
@@ -363,8 +405,9 @@ class StagedChanges:
                 return fetched
             case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)
-                fetched = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
-                return await self._in_background(self._weights.logged, fetched)
+                combined = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
+                logged: do.Fetched = await self._in_background(self._weights.logged, combined)
+                return logged
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):
@@ -384,6 +427,13 @@ class StagedChanges:
                 return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
+            case do.ReadLogged(_, update, logged):
+                about = logged, update.version
+                logged_again: do.Fetched = await self._in_background(self._weights.recover, *about)
+                return logged_again
+            case do.Checksum():
+                checksums: dict[str, str] = await self.on_torch(weights.checksums)
+                return checksums
             case do.MoveExperts(_, owners):
                 await self.on_torch(move_experts, self.executor.find(Experts), owners)
             case do.BeginRelease(_, tags):

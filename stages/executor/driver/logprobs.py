@@ -20,7 +20,7 @@ BLOCK = 512
 LOWEST = torch.finfo(torch.float32).min
 """The logprob of an impossible token: JSON has no minus infinity."""
 
-_ROWS = 64
+ROWS = 64
 """Rows per pass, so that a long prompt needs no second copy of its logits."""
 
 
@@ -135,8 +135,8 @@ def gather_logprobs(
         ModelError: As `scale_logits`.
     """
     logprobs = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
-    for first in range(0, len(logits), _ROWS):
-        rows = slice(first, first + _ROWS)
+    for first in range(0, len(logits), ROWS):
+        rows = slice(first, first + ROWS)
         scaled = scale_logits(logits[rows].float(), temperatures[rows], kernels=kernels)
         logprobs[rows] = scaled.logprobs(token_ids[rows])
     return logprobs.clamp_(min=LOWEST)
@@ -185,8 +185,8 @@ def report_top_logprobs(
         return ()
     tops: list[TopLogprobs] = [()] * len(counts)
     wanting = np.flatnonzero(counts)
-    for first in range(0, len(wanting), _ROWS):
-        rows = wanting[first : first + _ROWS]
+    for first in range(0, len(wanting), ROWS):
+        rows = wanting[first : first + ROWS]
         places = torch.from_numpy(rows).to(logits.device)
         part = logits[places]
         token_ids = top_token_ids(part, int(counts[rows].max()))

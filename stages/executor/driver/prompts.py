@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,9 +13,12 @@ from ....bus.messages import TopLogprobs
 from ....bus.parts.scoring import PromptScores, TargetLogprobs
 from ....bus.steps import PromptLogprobs
 from ..runner.interface import IntArray
-from .logprobs import gather_logprobs, report_top_logprobs
+from .logprobs import gather_logprobs, report_top_logprobs, top_token_ids
 from .sequences import SequenceTable
 from .targets import ScoredPlaces, Targets
+
+if TYPE_CHECKING:
+    from .support import Support
 
 
 def score_prompts(
@@ -45,18 +49,48 @@ def score_prompts(
         own = slice(start, end)
         positions = places.positions[own]
         about = logits[own], temperatures[own]
+        support = None
+        if masks := table.supports[row]:
+            from .support import given_support
+
+            # A position's logits are of the token after it.
+            num_prompt = int(table.num_known[row] - table.num_generated[row])
+            after = positions + 1 + len(masks) - num_prompt
+            support = given_support(masks, after, *about, kernels=kernels)
         if (number := int(table.prompt_logprobs[row])) >= 0:
             token_ids = torch.from_numpy(table.tokens[row, positions + 1]).to(logits.device)
-            logprobs = gather_logprobs(*about, token_ids[:, None], kernels=kernels)[:, 0]
-            counts = np.full(count, number)
-            tops = report_top_logprobs(*about, counts, kernels=kernels)
-            ranks = _ranks(logits[own], token_ids, tops) if tops else ()
-            first = int(positions[0]) + 1
-            prompts.append(PromptLogprobs(seq_id, first, tuple(logprobs.tolist()), tops, ranks))
+            found = _score(number, token_ids, *about, support, kernels=kernels)
+            prompts.append(PromptLogprobs(seq_id, int(positions[0]) + 1, *found))
         if (wanted := table.targets[row]) is not None:
-            scored = _score_targets(seq_id, wanted, positions, *about, kernels=kernels)
+            scored = _score_targets(seq_id, wanted, positions, *about, support, kernels=kernels)
             targets += [] if scored is None else [scored]
     return PromptScores(tuple(prompts), tuple(targets))
+
+
+def _score(
+    number: int,
+    token_ids: Tensor,
+    logits: Tensor,
+    temperatures: Tensor,
+    support: Support | None,
+    *,
+    kernels: bool,
+) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...], tuple[int, ...]]:
+    """Return the logprobs of tokens, so many of the likeliest, and the tokens' ranks."""
+    column = token_ids[:, None]
+    logprobs = gather_logprobs(logits, temperatures, column, kernels=kernels)
+    if support is not None:
+        logprobs = support.within(logprobs, column)
+        logits_within = logits.masked_fill(~support.allowed, float("-inf"))
+        ids = top_token_ids(logits_within, max(number, 1))
+        values = gather_logprobs(logits, temperatures, ids, kernels=kernels)
+        tops = support.tops(values, ids, number)
+        logits = logits_within
+    else:
+        counts = np.full(len(logits), number)
+        tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
+    ranks = _ranks(logits, token_ids, tops) if tops else ()
+    return tuple(logprobs[:, 0].tolist()), tops, ranks
 
 
 def _ranks(logits: Tensor, token_ids: Tensor, tops: Sequence[TopLogprobs]) -> tuple[int, ...]:
@@ -79,6 +113,7 @@ def _score_targets(
     positions: IntArray,
     logits: Tensor,
     temperatures: Tensor,
+    support: Support | None,
     *,
     kernels: bool,
 ) -> TargetLogprobs | None:
@@ -97,5 +132,8 @@ def _score_targets(
     places = np.searchsorted(positions, targets.positions[rows])
     at = torch.from_numpy(places).to(logits.device)
     ids = torch.from_numpy(token_ids).to(logits.device)
-    logprobs = gather_logprobs(logits[at], temperatures[at], ids, kernels=kernels).cpu().numpy()
-    return TargetLogprobs(seq_id, int(offsets[0]), logprobs[real].astype("<f4").tobytes())
+    logprobs = gather_logprobs(logits[at], temperatures[at], ids, kernels=kernels)
+    if support is not None:
+        logprobs = support.of(at).within(logprobs, ids)
+    found = logprobs.cpu().numpy()[real].astype("<f4")
+    return TargetLogprobs(seq_id, int(offsets[0]), found.tobytes())

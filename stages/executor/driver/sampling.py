@@ -274,13 +274,13 @@ def _restrict(scaled: ScaledLogits, limits: Limits) -> _Restricted | None:
         allowed[surplus] &= ~equal | (equal.cumsum(dim=-1) <= room[:, None])
     # Both sums are in float64 and in one order: a row that keeps everything has exactly log 1.
     log_shares = off.float()
-    mass = _mass(rows)
+    mass = mass_of(rows)
     weights[limited] = rows = rows.masked_fill_(~allowed, 0.0)
-    log_shares[limited] = (_mass(rows) / mass).log().float()
+    log_shares[limited] = (mass_of(rows) / mass).log().float()
     return _Restricted(weights, log_shares)
 
 
-def _mass(weights: Tensor) -> Tensor:
+def mass_of(weights: Tensor) -> Tensor:
     """Return each row's sum, `[rows]` float64, whose bits don't depend on other rows."""
     return block_sums(weights, dtype=torch.float64).sum(dim=-1)
 

@@ -82,6 +82,7 @@ class SequenceTable:
             `scores`, as the next two.
         score_start: The first position whose logits are read for the prompt's logprobs.
         targets: Per row, its Targets; None without any.
+        supports: Per row, the sampling masks of the prompt's last tokens.
         routes: Whether the experts of each token are reported.
         routes_from: The first position of the prompt whose experts are reported; -1 if an earlier
             run or another sample reports the prompt's.
@@ -132,6 +133,7 @@ class SequenceTable:
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
         self.score_start: IntArray = np.zeros(rows, np.int64)
         self.targets: list[Any] = [None] * rows
+        self.supports: list[Any] = [()] * rows
         self.routes: BoolArray = np.zeros(rows, np.bool_)
         self.routes_from: IntArray = np.zeros(rows, np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
@@ -245,6 +247,7 @@ class SequenceTable:
         self.prompt_logprobs[row] = -1 if wanted is None else wanted
         self.score_start[row] = start
         self.targets[row] = None if targets is None else Targets.of(targets, start)
+        self.supports[row] = sampling.prompt_sampling_masks or ()
 
     def change_adapter(self, before: int, after: int) -> None:
         """Move all sequences from one adapter's slot to another."""

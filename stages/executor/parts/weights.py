@@ -15,7 +15,7 @@ from ....bus.weights import ArcWeights, FolderWeights, PastWeights
 from ....config import WeightsError, shown
 from ..driver.step import LaunchedStep
 from ..runner.shards import NewWeight, product
-from ..runner.weights.checks import DELTA_HEAD, check_stored, limits_of
+from ..runner.weights.checks import DELTA_HEAD, limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
 
@@ -43,8 +43,8 @@ class Fetched(NamedTuple):
         covers: Whether they replace every parameter.
         converted: True, but for a part of an update.
         base: The version of which they are a delta; None if they are none.
+        delta_amount: Bytes and elements of the delta that they are; None if they are none.
         prepared: Their version in the log of weights; None without a log.
-        amount: Bytes that were fetched, and elements: of a delta those that change.
     """
 
     tensors: Mapping[str, NewWeight]
@@ -52,8 +52,22 @@ class Fetched(NamedTuple):
     covers: bool
     converted: bool = True
     base: int | None = None
+    delta_amount: tuple[int, int] | None = None
     prepared: PreparedVersion | None = None
-    amount: tuple[int, int] = (0, 0)
+
+    @property
+    def amount(self) -> tuple[int, int]:
+        """Bytes that were fetched, and elements: of a delta those that change."""
+        if self.delta_amount is not None:
+            return self.delta_amount
+        tensors = self.tensors.values()
+        return sum(each.nbytes for each in tensors), sum(product(each.shape) for each in tensors)
+
+    @property
+    def logged(self) -> str:
+        """Their run in the log of weights, and the digest of all; "" without a log."""
+        prepared = self.prepared
+        return f"{prepared.run}/{prepared.digest}" if prepared is not None else ""
 
 
 class WeightChanges(Part):
@@ -122,6 +136,17 @@ class WeightChanges(Part):
             return fetched
         return fetched._replace(prepared=self.log.prepare(fetched.tensors))
 
+    def recover(self, logged: str, version: int) -> Fetched:
+        """Return the weights of a decided update, which an earlier process has written to the log.
+
+        Raises:
+            WeightsError: They are not in it.
+        """
+        assert self.log is not None
+        run, _, digest = logged.partition("/")
+        prepared = self.manager.prepare(self.log.recover(run, version, digest))
+        return Fetched(prepared, None, self.manager.covers(prepared))
+
     def commit(self, fetched: Fetched, version: int) -> None:
         """Give the weights of an update their version in the log. Raises WeightsError."""
         if self.log is not None and fetched.prepared is not None:
@@ -133,10 +158,10 @@ class WeightChanges(Part):
         from ..runner.weights.transports.folder import stamp_of
 
         source, weights = update.source, self.manager
-        if isinstance(source, PastWeights):
-            return self._past(source)
-        if isinstance(source, ArcWeights):
-            return self._arc(source)
+        if isinstance(source, PastWeights | ArcWeights):
+            from ..runner.weights.relative import fetch_relative
+
+            return Fetched(*fetch_relative(source, weights, self.log))
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
         origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
@@ -161,50 +186,16 @@ class WeightChanges(Part):
                 f"the files of {shown(folder)} changed while they were read; send them again"
             )
         if DELTA_HEAD in tensors:
-            return self._delta(tensors)
+            from ..runner.weights.relative import fetch_delta
+
+            return Fetched(*fetch_delta(tensors, weights))
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:
             if not update.part_of:
                 raise
-            return Fetched(
-                tensors, origin, covers=False, converted=False, amount=amount_of(tensors)
-            )
-        covers = weights.covers(prepared)
-        return Fetched(prepared, origin, covers, amount=amount_of(prepared))
-
-    def _past(self, source: PastWeights) -> Fetched:
-        """Return weights of the log. Raises WeightsError as `fetch`."""
-        if self.log is None:
-            raise WeightsError(
-                "there is no log of weights to roll back with; set engine.weight_log",
-                code="weights_unlogged",
-            )
-        prepared = self.manager.prepare(self.log.weights(source.version, source.run))
-        return Fetched(prepared, None, self.manager.covers(prepared))
-
-    def _arc(self, source: ArcWeights) -> Fetched:
-        """Return the weights of a delta in an arc format. Raises WeightsError as `fetch`."""
-        from ..runner.weights.arc import changed_by_arc
-
-        weights = self.manager
-        weights.check_base(source.base_version)
-        tensors = changed_by_arc(source.path, source.format, weights.base_of)
-        prepared, covers = weights.prepare(tensors), weights.covers(tensors)
-        amount = amount_of(tensors)
-        return Fetched(prepared, None, covers, base=source.base_version, amount=amount)
-
-    def _delta(self, payload: Mapping[str, NewWeight]) -> Fetched:
-        """Return the weights of a delta. Raises WeightsError as `fetch`."""
-        from ..runner.weights.received_delta import ReceivedDelta
-
-        weights = self.manager
-        check_stored(payload)
-        received = ReceivedDelta(payload, weights)  # type: ignore[arg-type]
-        prepared = weights.prepare(received.new_weights())
-        delta = received.delta
-        amount = delta.num_bytes, delta.elements
-        return Fetched(prepared, None, False, base=delta.head.base_version, amount=amount)
+            return Fetched(tensors, origin, covers=False, converted=False)
+        return Fetched(prepared, origin, weights.covers(prepared))
 
     def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no
@@ -226,9 +217,3 @@ class WeightChanges(Part):
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
         return replace(found, weight_version=self.manager.version)
-
-
-def amount_of(tensors: Mapping[str, NewWeight]) -> tuple[int, int]:
-    """Return the bytes and elements of whole tensors, as they came."""
-    sizes = [(each.nbytes, product(each.shape)) for each in tensors.values()]
-    return sum(size for size, _ in sizes), sum(number for _, number in sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ....bus.control import Cancel
@@ -99,17 +100,27 @@ class Part(BasePart):
         return []
 
 
+WANTED = {"ForkedAt": "forks:Forks", "VersionLagLimit": "version_lag:VersionLags"}
+"""Parts, as "module:class" here, that are made for the first request with a section, by its name.
+Their hooks run after those of other parts."""
+
+
+def make_wanted(section: str) -> Part:
+    """Return the part that a section of a RequestOpened needs; KeyError if it needs none."""
+    module, _, name = WANTED[section].partition(":")
+    made: Part = getattr(import_module(f".{module}", __name__), name)()
+    return made
+
+
 def make_parts(config: Config, now_ns: int) -> list[Part]:
     """Return the parts that are configured, in the order in which their hooks run."""
     from .accounts import TimeAccounts
     from .adapters import AdapterVersions
     from .embeddings import Embeddings
     from .experts import PromptRouting
-    from .forks import Forks
     from .per_token import PerToken
     from .prompt_logprobs import PromptLogprobs
     from .sessions import Sessions
-    from .version_lag import VersionLags
 
     engine = config.engine
     parts = [
@@ -120,7 +131,7 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
         PerToken(),
         Embeddings(),
     ]
-    parts += [Sessions(), Forks(), VersionLags()]
+    parts.append(Sessions())
     if config.pipeline.replicas > 1:
         from .handover import StepsAhead
 

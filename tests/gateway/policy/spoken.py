@@ -65,6 +65,7 @@ class Spoken:
             weight_versions=((WEIGHTS, 0), (WEIGHTS + 1, 4)) if len(self.token_ids) > 4 else (),
             top_logprobs=self._tops,
             ref_logprobs=self._logprobs,
+            support_logprobs=self._logprobs,
         )
 
     @property
@@ -91,6 +92,7 @@ class Spoken:
             finish_reason=self.reason if end == len(self.token_ids) else None,
             weight_version=WEIGHTS,
             top_logprobs=tops and tops[begin:end],
+            support_logprobs=self._logprobs[begin:end],
         )
 
 

@@ -402,7 +402,7 @@ def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config
         /abort_request /tokenize /detokenize /encode /v1/embeddings /score /v1/score /rerank
         /v1/rerank /v1/messages/count_tokens /v1/responses/input_tokens
         /v1/responses/{response_id}/cancel /v1/streams/{stream}/cancel /v1/kv_sessions/{session}
-        /v1/replay/{id} /admin/operations/kv_session /api/embed /api/embeddings
+        /v1/replay/{id} /admin/operations/kv_session /finish_session /api/embed /api/embeddings
         /v1/chat/completions/render /v1/chat/completions/derender
         /v1/completions/render /v1/completions/derender
         /v1/conversations /v1/conversations/{conversation_id}

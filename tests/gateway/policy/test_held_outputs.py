@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ def test_nothing_blocked_leaves(
             assert sample.token_ids == was.token_ids[:number]
             assert sample.logprobs == sample.ref_logprobs == was.logprobs[:number]
             assert len(sample.top_logprobs or ()) == number
+            assert sample.support_logprobs == was.logprobs[:number]
             assert all(first < number for _, first in sample.weight_versions)
         # The chunks contain the same.
         if was.token_ids:
@@ -109,6 +111,7 @@ def test_nothing_blocked_leaves(
     for chunk in released:
         if isinstance(chunk, CompletionChunk):
             assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.top_logprobs or ())
+            assert chunk.support_logprobs == chunk.logprobs
 
 
 @given(ANSWERS, CUTS, CUTS)
@@ -246,8 +249,12 @@ def test_a_blocked_token_is_no_alternative() -> None:
     (the,), (other, *_) = WORDS.token_ids(" the"), WORDS.token_ids("good")
     tops = ((TokenLogprob(token_id=other, logprob=-1.0), TokenLogprob(token_id=the, logprob=-2.0)),)
     chunk = Spoken(request, 0, [other]).chunks([])[0]
-    chunk = msgspec.structs.replace(chunk, top_logprobs=tops, prompt_top_logprobs=((), *tops))
-    whole = msgspec.structs.replace(Spoken(request, 0, [other]).whole(), top_logprobs=tops)
+    masks: Any = {"sampling_masks": (struct.pack("<2i", the, other),)}
+    chunk = msgspec.structs.replace(
+        chunk, top_logprobs=tops, prompt_top_logprobs=((), *tops), **masks
+    )
+    whole = Spoken(request, 0, [other]).whole()
+    whole = msgspec.structs.replace(whole, top_logprobs=tops, **masks)
     end = msgspec.structs.replace(
         end_of(spoken(request, [[]], [])), samples=(whole,), prompt_top_logprobs=((), *tops)
     )
@@ -256,6 +263,8 @@ def test_a_blocked_token_is_no_alternative() -> None:
     assert isinstance(last, Completion)
     assert left.top_logprobs == last.samples[0].top_logprobs == (tops[0][:1],)
     assert left.prompt_top_logprobs == last.prompt_top_logprobs == ((), tops[0][:1])
+    # Without it the mask would be that of another support.
+    assert left.sampling_masks == last.samples[0].sampling_masks == (b"",)
 
 
 def test_a_request_ended_by_guardrails_is_done() -> None:

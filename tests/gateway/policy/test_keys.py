@@ -35,7 +35,7 @@ def test_every_route_declares_its_scope(app: GatewayApp) -> None:
     free = {each.path_format for each in app.routes if getattr(each, "needed", "") == "nothing"}
     kserve = {"/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
     kserve.add("/v2/models/{model}/versions/{version}/ready")
-    probes = {"/livez", "/healthz", "/readyz", "/progressz", "/health"}
+    probes = {"/livez", "/healthz", "/readyz", "/progressz", "/health", "/liveness"}
     console = {"/console", "/console/", "/console/static/{file}"}  # not its data
     assert free == {"/", "/version", "/api/version", *probes, *kserve, *console}
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import shutil
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,9 @@ from nano_inference.gateway.serving.chat_templates import (
 )
 from nano_inference.gateway.serving.fields import collect_ignored
 from nano_inference.gateway.serving.tokenizer import LazyTokenizer
+from nano_inference.text import template_process
 from nano_inference.text.chat_template import TemplateWorkers
+from nano_inference.text.conversation import names_read
 from nano_inference.text.messages import Tool
 
 from ..fake import FakeEngine, app_of
@@ -220,6 +224,27 @@ async def test_the_opening_of_the_answer_is_returned(
         Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
     )
     assert rendered.opening == opening
+
+
+# --- templates of calls ---------------------------------------------------------------------------
+
+
+def test_a_process_ends_after_a_call_s_own_template() -> None:
+    """Transformers keeps each compiled template with its constants, which may be of any size."""
+    own, theirs = Pipe()
+    pid = template_process._fork_worker(theirs, [own, theirs])
+    call: dict[str, Any] = dict.fromkeys(("add_generation_prompt", "continue_final_message"), False)
+    call |= {"messages": HELLO, "tools": None, "variables": {}, "limit_s": LIMIT_S}
+    for is_own in (True, True, False):
+        own.send_bytes(json.dumps(call | {"template": "a", "own": is_own}).encode())
+        assert json.loads(own.recv_bytes()) == {"text": "a"}
+    _, status = os.waitpid(pid, 0)
+    assert os.WEXITSTATUS(status) == template_process._RENEWED
+
+
+def test_the_code_of_a_template_is_found_in_linear_time() -> None:
+    """Marks that nothing closes: by a regular expression that takes minutes."""
+    assert names_read("{{ a['b'] }}{%- if c.d %}{{ " + "{% {{ " * 50_000) == {"a", "if", "c"}
 
 
 @pytest.mark.parametrize("asked", ["qwenn", "/nowhere/format.json"])

@@ -17,6 +17,7 @@ from .....bus.public import (
     GenerateRequest,
     ImageInput,
     TokenLogprob,
+    token_columns,
 )
 from .....config import (
     MAX_INT64,
@@ -86,6 +87,7 @@ def read_sampling(
     *,
     text: bool = False,
     tops: bool = False,
+    masks: bool = False,
     experts: bool = False,
 ) -> Samples:
     """Return a request's number of samples and sampling parameters, which have vLLM's names.
@@ -94,6 +96,7 @@ def read_sampling(
         max_samples: The most samples.
         text: The response is a text.
         tops: The response can hold the likeliest tokens.
+        masks: The response can hold sampling masks.
         experts: The response can hold routed experts.
 
     Raises:
@@ -120,6 +123,8 @@ def read_sampling(
         raise unsupported(
             f"{where}.logprobs", "only the logprobs of the sampled tokens are returned"
         )
+    if params.return_sampling_mask and not masks:
+        raise unsupported(f"{where}.return_sampling_mask", "the model for tokens returns masks")
     if fields.n > max_samples:
         raise RequestError(
             f"the request asks for more than {max_samples} samples (gateway.max_prompts); send "
@@ -265,6 +270,7 @@ class SampleDelta(msgspec.Struct, frozen=True, kw_only=True):
         tops: `[k]`, the likeliest tokens at each place; empty if not requested.
         finish_reason: None while the sample goes on.
         ref_logprobs: `[k]`, by the reference model; None without one, or not yet.
+        columns: Its token columns, `[k]` each.
     """
 
     text: str = ""
@@ -274,6 +280,7 @@ class SampleDelta(msgspec.Struct, frozen=True, kw_only=True):
     tops: tuple[tuple[TokenLogprob, ...], ...] = ()
     finish_reason: FinishReason | None = None
     ref_logprobs: tuple[float, ...] | None = None
+    columns: dict[str, tuple[Any, ...]] = {}
 
 
 def whole_samples(completion: Completion, n: int) -> list[SampleDelta]:
@@ -425,6 +432,10 @@ def _joined(
     finish_reason: FinishReason | None,
     ref_logprobs: tuple[float, ...] | None = None,
 ) -> SampleDelta:
+    columns: dict[str, tuple[Any, ...]] = {}
+    for chunk in chunks:
+        for name, values in token_columns(chunk).items():
+            columns[name] = columns.get(name, ()) + values
     return SampleDelta(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
@@ -433,6 +444,7 @@ def _joined(
         tops=tuple(chain.from_iterable(chunk.top_logprobs or () for chunk in chunks)),
         finish_reason=finish_reason,
         ref_logprobs=ref_logprobs,
+        columns=columns,
     )
 
 

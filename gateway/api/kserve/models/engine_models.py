@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import ClassVar
 
 import msgspec
 import numpy as np
 
-from .....bus.public import Completion, EmbedParams, GenerateRequest
+from .....bus.public import Completion, EmbedParams, GenerateRequest, mask_ids
 from .....bus.routed_experts import experts_of_sample
 from .....bus.targets import target_array
 from .....config import Int64, PoolingKind, RequestError
@@ -52,6 +53,8 @@ INPUT_IDS = TensorSpec("input_ids", "INT64", (-1,))
 OUTPUT_IDS = "output_ids"
 LOGPROBS = "logprobs"
 REF_LOGPROBS = "ref_logprobs"
+SUPPORT_LOGPROBS = "support_logprobs"
+SAMPLING_MASK, SAMPLING_MASK_SIZES = "sampling_mask", "sampling_mask_sizes"
 TARGET_LOGPROBS = "target_logprobs"
 ROUTED_EXPERTS = "routed_experts"
 FINISH_REASON = "finish_reason"
@@ -168,6 +171,9 @@ class TokensModel(EngineModel):
         TensorSpec("num_output_tokens", "UINT32", (-1,)),
         TensorSpec(LOGPROBS, "FP32", (-1, -1)),
         TensorSpec(REF_LOGPROBS, "FP32", (-1, -1)),
+        TensorSpec(SUPPORT_LOGPROBS, "FP32", (-1, -1)),
+        TensorSpec(SAMPLING_MASK, "INT32", (-1, -1)),
+        TensorSpec(SAMPLING_MASK_SIZES, "INT64", (-1, -1)),
         TensorSpec(FINISH_REASON, "BYTES", (-1,)),
         TensorSpec(WEIGHT_VERSION, "INT64", (-1, -1)),
         TensorSpec(ROUTED_EXPERTS, "INT32", (-1, -1, -1, -1)),
@@ -175,7 +181,7 @@ class TokensModel(EngineModel):
     decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        sampling = read_sampling(call.request, self._max_samples, experts=True)
+        sampling = read_sampling(call.request, self._max_samples, masks=True, experts=True)
         prompt = token_ids_of(call.request, INPUT_IDS.name, await self._services.length.get())
         stream = call.many and bool(flag_of(call.request, STREAM.name))
         images = await self._images(call)
@@ -193,6 +199,11 @@ class TokensModel(EngineModel):
             ref = [each.ref_logprobs for each in deltas if each.ref_logprobs is not None]
             if len(ref) == len(deltas):
                 made.append(rows(REF_LOGPROBS, "FP32", ref, 0))
+            if sampling[1].is_limited:
+                supports = [each.columns.get("support_logprobs", ()) for each in deltas]
+                made.append(rows(SUPPORT_LOGPROBS, "FP32", supports, 0))
+            if sampling[1].return_sampling_mask:
+                made += _masks([each.columns.get("sampling_masks", ()) for each in deltas])
             await answer([*made, *experts])
 
         if stream:
@@ -200,6 +211,14 @@ class TokensModel(EngineModel):
         else:
             completion = await self._complete(call, request)
             await send(whole_samples(completion, request.n), _experts(completion))
+
+
+def _masks(samples: Sequence[Sequence[bytes]]) -> Iterator[NamedTensor]:
+    """Yield the ids of all masks of each sample, and the number of ids of each mask."""
+    masks = [[mask_ids(mask) for mask in sample] for sample in samples]
+    flat = [[*chain.from_iterable(sample)] for sample in masks]
+    yield rows(SAMPLING_MASK, "INT32", flat, NO_TOKEN)
+    yield rows(SAMPLING_MASK_SIZES, "INT64", [[*map(len, each)] for each in masks], NO_TOKEN)
 
 
 class ScoreModel(EngineModel):

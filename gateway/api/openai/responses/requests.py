@@ -19,7 +19,7 @@ from ....serving.constraints import of_structured_outputs, of_text_format, the_o
 from ....serving.durable_calls import CallHead, DurableRecord
 from ....serving.fields import Body, engine_priority, ignore, read_part
 from ....serving.model_names import adapter_of
-from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
+from ....serving.sampling_fields import RESPONSE_SAMPLING, read_sampling
 from ..response_bodies import ResponseBody
 from .items import Item, items_of, turns_of
 
@@ -209,7 +209,7 @@ def read_response(
         fields=msgspec.structs.replace(fields, input=None),
         sampling=read_sampling(
             body,
-            TEXT_SAMPLING,
+            RESPONSE_SAMPLING,
             # Admission lowers it to what the model's length leaves.
             max_tokens=max_model_len
             if fields.max_output_tokens is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -33,7 +33,12 @@ an element take more than its zeros then."""
 _LEVEL = 3
 """Zstandard's. Level 1 is 10 % larger, and level 9 four times as slow for 2 % less."""
 
-_NUMBERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_NUMBERS: dict[int, type[np.unsignedinteger]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
 
 Bits = NDArray[np.unsignedinteger]
 
@@ -296,7 +301,7 @@ def _encode(name: str, old: Tensor, new: Tensor) -> tuple[DeltaEntry, Tensor]:
     return entry, _tensor_of(_compressed(raw))
 
 
-def _planes(numbers: Bits) -> bytes:
+def _planes(numbers: NDArray[Any]) -> bytes:
     """Return the first bytes of all numbers, then the second ones, and so on: the high bytes of
     gaps and of changes are mostly zero, and alike compresses best beside alike."""
     width = numbers.dtype.itemsize

@@ -71,6 +71,11 @@ class PreparedVersion(NamedTuple):
     kind: str
     digests: Digests
 
+    @property
+    def digest(self) -> str:
+        """The digest of all."""
+        return _digest_of_all(self.digests)
+
 
 class LogBounds(NamedTuple):
     """Bounds of a log.
@@ -265,6 +270,32 @@ class WeightLogWriter(WeightLog):
         }
         self._digests[version] = prepared.digests
         self._prune()
+
+    def recover(self, run: str, version: int, digest_of_all: str) -> dict[str, Tensor]:
+        """Return the weights of a version that was decided, and prepared by an earlier process; it
+        gets its number unless another executor was first.
+
+        Raises:
+            WeightsError: `weights_incomplete`: it was not prepared here; or as `weights`.
+        """
+        with _as_refusal(), self._locked():
+            numbered = [each for each in self._of_run(run) if each.version == version]
+            if not any(metadata_of(each.path).get("digest") == digest_of_all for each in numbered):
+                found = sorted((self.folder / run).glob(f".prepared-*{digest_of_all}.*"))
+                if not found or not _RUN.fullmatch(run):
+                    raise WeightsError(
+                        f"the decided weights of version {version} are not in the log of weights; "
+                        "send all weights again",
+                        code="weights_incomplete",
+                    )
+                for each in self._of_run(run):
+                    if each.version >= version:
+                        each.path.unlink()
+                kind = found[0].suffix.removeprefix(".")
+                found[0].replace(self.folder / run / f"v{version:019d}.{kind}.safetensors")
+                sync_folder(self.folder / run)
+            self.run = run
+            return self.catch_up(version, digest_of_all)
 
     def catch_up(self, version: int, digest_of_all: str) -> dict[str, Tensor]:
         """Return the weights of a version of this run, which will be in place. Raises as

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
 from .....config import EngineConfig, ModelError, WeightsError, shown
 from ..shards import NewShard, NewWeight
 from .delta import digest
+from .in_place import base_of, first_names
 from .log import Digests, LogBounds, PreparedVersion, WeightLogWriter
 from .sync_manager import WeightSyncManager
 
@@ -25,7 +26,7 @@ class LoggedWeights:
 
     def __init__(self, manager: WeightSyncManager, config: EngineConfig) -> None:
         """Raises ModelError for weights in another form than the model's own."""
-        if manager.has_codes:
+        if manager.shards.converts:
             raise ModelError(
                 "engine.weight_log needs weights in the model's own form, and some are codes here; "
                 "leave out engine.quantization, or engine.weight_log"
@@ -50,12 +51,16 @@ class LoggedWeights:
         """
         manager = self._manager
         new = {self._names[name]: self._whole(name, each) for name, each in new_weights.items()}
-        base_of = None if manager.empty else manager.base_of
-        return self.writer.prepare(manager.version, new, base_of)
+        base = None if manager.empty else partial(base_of, manager)
+        return self.writer.prepare(manager.version, new, base)
 
     def commit(self, prepared: PreparedVersion, version: int) -> None:
         """Give prepared weights their version. Raises WeightsError: `weights_log`."""
         self.writer.commit(prepared, version)
+
+    def recover(self, run: str, version: int, digest_of_all: str) -> dict[str, Tensor]:
+        """Return the weights of a decided version, as `WeightLogWriter.recover`."""
+        return self.writer.recover(run, version, digest_of_all)
 
     def weights(self, version: int, run: str = "") -> dict[str, Tensor]:
         """Return a past version of this run, or of another one (`WeightLog.weights`)."""
@@ -73,17 +78,17 @@ class LoggedWeights:
     @cached_property
     def _names(self) -> dict[str, str]:
         """The first name of each tensor, by all its names."""
-        return self._manager.first_names()
+        return first_names(self._manager)
 
     def _digests(self) -> Digests:
-        return {name: digest(self._manager.base_of(name)) for name in {*self._names.values()}}
+        return {name: digest(base_of(self._manager, name)) for name in {*self._names.values()}}
 
     def _whole(self, name: str, new: NewWeight) -> Tensor:
         if isinstance(new, Tensor):
             return new
         part = new.parts[0] if new.parts else None
         if isinstance(new, NewShard) and isinstance(part, Mapping) and "places" in part:
-            whole = self._manager.base_of(name).clone()
+            whole = base_of(self._manager, name).clone()
             return whole.put_(part["places"].to(whole.device), part["values"].to(whole.device))
         raise WeightsError(
             f"engine.weight_log can't log {shown(name)}: each rank has received its part of it "

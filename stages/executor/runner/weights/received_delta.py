@@ -10,6 +10,7 @@ from torch import Tensor
 from ..shards import NewShard, NewWeight, Receipt
 from .checks import digest_of, is_finite, not_finite
 from .delta import Changes, DeltaEntry, WeightDelta, changed_tensor, check_base
+from .in_place import base_of, whole_boxes
 from .sync_manager import WeightSyncManager
 
 _SPARSE = 1 / 32
@@ -41,7 +42,7 @@ class ReceivedDelta:
         bad: list[str] = []
         for entry in self.delta.head.tensors:
             name = entry.meta.name
-            base = self._manager.base_of(name)
+            base = base_of(self._manager, name)
             check_base(entry, base)
             changes = self.delta.changes(entry)
             new = changed_tensor(entry, base, changes)
@@ -57,7 +58,7 @@ class ReceivedDelta:
         name, places = entry.meta.name, changes.places
         if places is None or len(places) > _SPARSE * new.numel():
             return None
-        boxes = self._manager.whole_boxes(name)
+        boxes = whole_boxes(self._manager, name)
         if not boxes:
             return None
         chosen = torch.from_numpy(places)
@@ -67,5 +68,5 @@ class ReceivedDelta:
             new.dtype,
             (part,) * len(boxes),
             digest_of(new),
-            Receipt(0, self._manager.layout),
+            Receipt(0, self._manager.shards.layout),
         )

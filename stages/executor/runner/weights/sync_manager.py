@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
-from ..shards import Box, NewShard, NewWeight, Receipt, ShardedWeights
+from ..shards import NewShard, NewWeight, Receipt, ShardedWeights
 from .checks import (
     WeightLimits,
     busy,
@@ -41,6 +42,8 @@ class WeightSyncManager:
         refused: Why the last staged weights could not be put in place, with the weights before
             intact; None once it was taken.
         limits: The limits of one source of new weights.
+        shards: The weights in place.
+        read_everywhere: Returns a whole tensor of several ranks; None for one rank.
     """
 
     def __init__(
@@ -62,9 +65,9 @@ class WeightSyncManager:
             write: Copies new weights to all ranks; None for this one only.
             read: Returns a whole tensor of all ranks, likewise.
         """
-        self._shards = ShardedWeights.of(module) if shards is None else shards
+        self.shards = ShardedWeights.of(module) if shards is None else shards
         # Names and shapes; without `shards` the numbers too.
-        self._whole = self._shards.whole
+        self._whole = self.shards.whole
         self.limits = limits or limits_of(self._whole)
         self.version = 0
         self.empty = False
@@ -73,7 +76,7 @@ class WeightSyncManager:
         self._closed = False
         self._module = module
         self._write_everywhere = write
-        self._read_everywhere = read
+        self.read_everywhere = read
         self._pending: tuple[Mapping[str, NewWeight], int] | None = None
 
     @property
@@ -93,7 +96,7 @@ class WeightSyncManager:
 
         Ranks make it when they get their parts of the whole tensors.
         """
-        return self._write_everywhere is None and self._shards.converts
+        return self._write_everywhere is None and self.shards.converts
 
     def taker(self, names: Sequence[str], *, checkpoint: bool = False) -> PartsTaker:
         """Return an object that takes tensors one by one, in place of `prepare` for all.
@@ -104,8 +107,8 @@ class WeightSyncManager:
         """
         from .parts import PartsTaker
 
-        receipt = Receipt(0, self._shards.layout)
-        return PartsTaker(self._shards, names, receipt, checks=True, checkpoint=checkpoint)
+        receipt = Receipt(0, self.shards.layout)
+        return PartsTaker(self.shards, names, receipt, checks=True, checkpoint=checkpoint)
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +168,7 @@ class WeightSyncManager:
 
     def covers(self, new_weights: Mapping[str, NewWeight]) -> bool:
         """Return whether they replace every parameter."""
-        return not self._shards.missing(new_weights)
+        return not self.shards.missing(new_weights)
 
     def start_sync(
         self,
@@ -237,59 +240,9 @@ class WeightSyncManager:
         if base != self.version:
             raise other_base(f"it begins with version {base}, and {self.version} is in place")
 
-    def first_names(self) -> dict[str, str]:
-        """Return the first name of each tensor of the model, by all its names."""
-        first: dict[int, str] = {}
-        state = self._whole.state_dict(keep_vars=True)
-        return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether some weights are held as codes."""
-        return self._shards.converts
-
-    def base_of(self, name: str) -> Tensor:
-        """Return the numbers of a tensor in place, on any thread, while no update is staged.
-
-        Raises:
-            WeightsError: The model has no such tensor, or has not its numbers in this process.
-        """
-        if (shard := self._shards.shards.get(name)) is None:
-            raise WeightsError(
-                f"the delta changes {shown(name)}, which is no tensor of the model; make it from "
-                "the engine's names (InferenceEngine.state_dict), which differ from a checkpoint's "
-                "where loading renames or fuses tensors, or send those tensors as a whole"
-            )
-        if self._read_everywhere is not None:
-            return self._read_everywhere(name)
-        boxes = shard.boxes()
-        for box in boxes:
-            if not box.converts and tuple(box.target.shape) == shard.shape:
-                return box.target
-        if any(box.converts for box in boxes):
-            raise WeightsError(
-                f"a delta can't change {shown(name)}: it is held as codes, and the numbers that "
-                "the codes were made of are gone; send the whole tensor, or set "
-                "engine.reference_model_path to unquantized, which keeps them",
-                code="weights_quantized",
-            )
-        return self._shards.read_one(name)
-
-    def whole_boxes(self, name: str) -> Sequence[Box]:
-        """Return the places of a tensor that is here as a whole and in its own form; else none."""
-        shard = self._shards.shards[name]
-        boxes = shard.boxes()
-        is_whole = all(not box.converts and tuple(box.target.shape) == shard.shape for box in boxes)
-        return boxes if is_whole and self._write_everywhere is None else ()
-
-    @property
-    def layout(self) -> int:
-        """`ShardedWeights.layout`."""
-        return self._shards.layout
-
     def check_complete(self, new_weights: Mapping[str, NewWeight]) -> None:
         """Check that an update of empty weights is complete. Raises as `start_sync`."""
-        if self.empty and (missing := self._shards.missing(new_weights)):
+        if self.empty and (missing := self.shards.missing(new_weights)):
             why = "an update failed midway" if self.lost else "their memory was released"
             raise WeightsError(
                 f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
@@ -361,11 +314,30 @@ class WeightSyncManager:
         self.maybe_finish_sync()
         return version
 
+    def checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of each parameter's bytes in place, by its first name.
+
+        Raises:
+            WeightsError: The parameters are on other ranks too, or are not held as they are.
+        """
+        if self._write_everywhere is not None or self._shards.converts or self._closed:
+            raise WeightsError(
+                "checksums are of plain weights in one process; this model's are spread over "
+                "ranks, quantised or released",
+                code="unsupported",
+            )
+        from .transports.layout import as_bytes
+
+        return {
+            name: hashlib.sha256(as_bytes(parameter).cpu().numpy().data).hexdigest()
+            for name, parameter in self._whole.named_parameters()
+        }
+
     def check(self, new_weights: Mapping[str, NewWeight], *, partial: bool = False) -> None:
         """Check that they fit the model. Raises WeightsError as `start_sync`."""
         own = self._whole.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
-        missing = self._shards.missing(new_weights)
+        missing = self.shards.missing(new_weights)
         for kind, names in (
             ("does not have", unknown),
             ("needs, which are missing", [] if partial and len(missing) < len(own) else missing),
@@ -375,7 +347,7 @@ class WeightSyncManager:
                     f"the new weights don't fit: {len(names)} tensors that the model {kind}, such "
                     f"as {shown(names[0])}; pass the state_dict of the same architecture"
                 )
-        layout = self._shards.layout
+        layout = self.shards.layout
         received = (each for each in new_weights.values() if isinstance(each, NewShard))
         if any(each.receipt.layout != layout for each in received):
             raise WeightsError(
@@ -385,7 +357,7 @@ class WeightSyncManager:
         first_of: dict[int, str] = {}
         for name, tensor in new_weights.items():
             check_fits(name, tensor, own[name])
-            check_open(name, self._shards.shards[name])
+            check_open(name, self.shards.shards[name])
             first = first_of.setdefault(id(own[name]), name)
             if first != name and not _same(tensor, new_weights[first]):
                 raise WeightsError(
@@ -397,7 +369,7 @@ class WeightSyncManager:
         """Give tensors the form that the module holds them in. Raises WeightsError as `prepare`."""
         if not self.converts:
             return new_weights
-        shards = self._shards.shards
+        shards = self.shards.shards
         names = [
             name for name in _whole_ones(new_weights) if name in shards and shards[name].converts
         ]
@@ -451,8 +423,8 @@ class WeightSyncManager:
         if self._write_everywhere is not None:
             self._write_everywhere(new_weights)
             return
-        self._shards.write(_whole_ones(new_weights))
-        self._shards.write_parts(
+        self.shards.write(_whole_ones(new_weights))
+        self.shards.write_parts(
             {name: each.parts for name, each in new_weights.items() if isinstance(each, NewShard)}
         )
 

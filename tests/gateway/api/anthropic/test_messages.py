@@ -241,7 +241,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("budget_ms", "invalid_budget", budget_ms=1e300),
     invalid("max_token", "unsupported", max_token=5),
     invalid(
-        "chat_template_kwargs.thinking", "unsupported", chat_template_kwargs={"thinking": False}
+        "chat_template_kwargs.tokenize", "unsupported", chat_template_kwargs={"tokenize": False}
     ),
 ]
 

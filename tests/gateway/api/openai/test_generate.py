@@ -30,7 +30,10 @@ async def test_an_answer_has_vllm_s_fields(http: Client) -> None:
     answer = await posted(http, request_id="mine")
     assert answer["request_id"] == "mine"
     assert answer["model"] == "tiny"
-    assert answer["choices"] == [{"index": 0, "logprobs": None, "finish_reason": "stop"} | TOLD]
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    choice = {"index": 0, "logprobs": None, "finish_reason": "stop", "weight_versions": spans}
+    assert answer["choices"] == [choice | TOLD]
+    assert "prompt_token_ids" not in answer
     assert answer["usage"]["total_tokens"] == 4 + 3
     (request,) = http.engine.requests
     # A name may be anybody's; the id is nobody else's.
@@ -49,6 +52,7 @@ async def test_logprobs_name_tokens_by_their_ids(http: Client) -> None:
     answer = await posted(http, sampling_params={"logprobs": 2, "prompt_logprobs": 1})
     entries = answer["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in entries] == [f"token_id:{token}" for token in TOKENS]
+    assert [each["token_id"] for each in entries] == [*TOKENS]
     assert [each["logprob"] for each in entries] == list(LOGPROBS)
     assert [len(each["top_logprobs"]) for each in entries] == [2, 2, 2]
     first, *rest = answer["prompt_logprobs"]
@@ -87,7 +91,6 @@ async def test_routed_experts_are_an_array(http: Client, engine: FakeEngine) -> 
 
 async def test_a_stream_is_the_answer_in_pieces(http: Client) -> None:
     asked: dict[str, Any] = {"sampling_params": {"n": 2, "logprobs": 1}, "request_id": "mine"}
-    asked |= {"return_weight_versions": True}
     answer = await posted(http, **asked)
     more = {"stream": True, "stream_options": {"include_usage": True}}
     sent = await http.post(PATH, json={"token_ids": [7, 8, 9]} | asked | more)
@@ -98,7 +101,17 @@ async def test_a_stream_is_the_answer_in_pieces(http: Client) -> None:
         found = told.choices[index]
         assert found["tokens"] == whole["token_ids"]
         assert found["logprobs"] == whole["logprobs"]["content"]
-        assert (found["reasons"], found["versions"]) == (["stop"], [(3, 0), (3, 1), (4, 2)])
+        assert (found["reasons"], found["versions"]) == (["stop"], [("3", 0), ("3", 1), ("4", 2)])
+
+
+async def test_the_prompt_is_shown_on_request_once(http: Client) -> None:
+    shown = {"prompt_token_ids": [7, 8, 9], "mm_placeholders": None}
+    answer = await posted(http, return_token_ids=True)
+    assert {name: answer[name] for name in shown} == shown
+    body = {"token_ids": [7, 8, 9], "return_token_ids": True, "stream": True}
+    first, *others, _ = events(await http.post(PATH, json=body))
+    assert {name: first[name] for name in shown} == shown
+    assert not any("prompt_token_ids" in chunk for chunk in others)
 
 
 async def test_generation_from_tokens_needs_no_tokenizer(

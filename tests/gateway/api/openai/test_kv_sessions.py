@@ -89,6 +89,15 @@ async def test_wrong_fields_are_refused_by_their_place(
     assert not http.engine.requests
 
 
+async def test_a_finished_session_lets_go_of_its_kv(http: Client) -> None:
+    http.engine.session_result = KVSessionResult(outcome="unknown")
+    answer = await http.post("/finish_session", params={"session_id": "t-1"})
+    assert answer.json() == {"status": "ok"}
+    called = http.engine.last("kv_session")
+    assert (called["session"], called["action"]) == ("t-1", "release")
+    assert (await http.post("/finish_session")).json()["error"]["param"] == "session_id"
+
+
 async def test_a_call_reaches_the_session_of_the_callers_tenant(http: Client) -> None:
     http.engine.session_result = CLIPPED
     body = {"action": "prefetch", "ttl_s": 60, "model": "tiny"}

@@ -128,9 +128,6 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     invalid("logprobs", logprobs=2),
     invalid("chat_template", "unsupported", chat_template="{{ 1 }}"),
     invalid(
-        "chat_template_kwargs.thinking", "unsupported", chat_template_kwargs={"thinking": False}
-    ),
-    invalid(
         "chat_template_kwargs.tokenize", "unsupported", chat_template_kwargs={"tokenize": True}
     ),
     invalid("continue_final_message", continue_final_message=True, add_generation_prompt=True),
@@ -248,7 +245,20 @@ OF_GENERATE: list[tuple[dict[str, Any], str, str]] = [
         sampling_params={"structured_outputs": {"json": 3}},
     ),
     invalid("sampling_params.prompt_logprobs", sampling_params={"prompt_logprobs": 1}, stream=True),
-    invalid("features", "unsupported", features={"mm_hashes": {}}),
+    invalid("features", "unsupported", features={"mm_hashes": {"audio": ["a"]}}),
+    invalid("features", features={"mm_placeholders": {"image": [{"offset": 0, "length": 1}]}}),
+    invalid(
+        "features.kwargs_data.image[0]",
+        "unsupported",
+        features={
+            "mm_placeholders": {"image": [{"offset": 0, "length": 1}]},
+            "kwargs_data": {"image": ["gqRmaWVsZA=="]},
+        },
+    ),
+    invalid(
+        "content_parts[0]", "unsupported", content_parts=[{"type": "audio_url", "url": "data:,"}]
+    ),
+    invalid("output_mode", "unsupported", output_mode="text"),
     invalid("kv_transfer_params", "unsupported", kv_transfer_params={"a": 1}),
     invalid("temperature", "unsupported", temperature=0.5),
     invalid("model", "model_not_found", model="other"),

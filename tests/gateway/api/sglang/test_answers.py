@@ -78,7 +78,7 @@ def test_logprobs_by_the_reference_model() -> None:
     more = {"prompt_logprobs": PROMPT, "prompt_ref_logprobs": (None, -4.0, -5.0, -6.0)}
     meta = told(answers(return_logprob=True, logprob_start_len=1), made, **more)["meta_info"]
     assert meta["output_ref_logprobs"] == (-0.1, -0.2)
-    assert meta["input_ref_logprobs"] == [None, -5.0, -6.0]
+    assert meta["input_ref_logprobs"] == [-4.0, -5.0, -6.0]
     assert len(meta["input_token_logprobs"]) == len(meta["input_ref_logprobs"])
     assert "output_ref_logprobs" not in told(answers(), made, **more)["meta_info"]
 
@@ -87,8 +87,8 @@ def test_logprobs_of_the_prompt_from_a_place_on() -> None:
     writer = answers(return_logprob=True, top_logprobs_num=1, logprob_start_len=1)
     tops = ((), top(21), top(22), top(23))
     meta = told(writer, prompt_logprobs=PROMPT, prompt_top_logprobs=tops)["meta_info"]
-    assert meta["input_token_logprobs"] == [(None, 12, None), (-2.0, 13, None), (-3.0, 14, None)]
-    assert meta["input_top_logprobs"] == [None, [(-22.0, 22, None)], [(-23.0, 23, None)]]
+    assert meta["input_token_logprobs"] == [(-1.0, 12, None), (-2.0, 13, None), (-3.0, 14, None)]
+    assert meta["input_top_logprobs"] == [[(-each, int(each), None)] for each in (21.0, 22.0, 23.0)]
 
 
 def test_scores_alone() -> None:

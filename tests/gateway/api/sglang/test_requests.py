@@ -141,8 +141,12 @@ def test_how_often_a_stream_has_an_event() -> None:
             text="a",
             sampling_params={"json_schema": "{}", "regex": "a"},
         ),
-        invalid("return_routed_experts", "unsupported", text="a", return_routed_experts=True),
-        invalid("image_data", "unsupported", text="a", image_data=["x"]),
+        invalid("image_data", "invalid_image", text="a", image_data=["?"]),
+        invalid("image_data has 1", text=["a", "b"], image_data=["x"]),
+        invalid(
+            "pixel_values", "unsupported", text="a", image_data={"url": "", "pixel_values": [1]}
+        ),
+        invalid("video_data", "unsupported", text="a", video_data=["x"]),
     ],
 )
 def test_refusals(body: dict[str, Any], code: str, word: str) -> None:
@@ -153,4 +157,5 @@ def test_refusals(body: dict[str, Any], code: str, word: str) -> None:
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     one(return_routed_experts=False, lora_path=None, image_data=[], session_id="s", no_logs=True)
+    assert one(image_data=None).images == []
     sampling(regex=None, custom_params={}, spaces_between_special_tokens=False)

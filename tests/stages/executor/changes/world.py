@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nano_inference.bus.control import (
+    FinishUpdate,
     MemoryState,
     ReleaseMemory,
     ResumeMemory,
@@ -28,8 +29,9 @@ from nano_inference.bus.weights import FolderWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
 from nano_inference.stages.executor.changes import effects as do
-from nano_inference.stages.executor.changes.core import ChangesCore, supersedes
+from nano_inference.stages.executor.changes.core import ChangesCore
 from nano_inference.stages.executor.changes.shell import check_fetched, replaces_weights
+from nano_inference.stages.executor.changes.succession import supersedes
 from nano_inference.stages.executor.runner.kv_cache import KVCache
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.store.in_place import WeightsInPlace
@@ -339,7 +341,9 @@ class World:
             case ResumeMemory(tags) if answer.error is None:
                 assert self.memory.released.isdisjoint(tags)
             case operation if answer.error is None and replaces_weights(operation):
-                assert name in self.counted, "nothing was put in place"
+                again = isinstance(operation, FinishUpdate)
+                in_place = again and self.manager.version >= (operation.version or 0)
+                assert name in self.counted or in_place, "nothing was put in place"
 
     def _run(self, job: do.ChangeJob) -> do.Result:
         manager = self.manager
@@ -351,7 +355,7 @@ class World:
                 whole = len(tensors) == 2
                 converted = whole or not update.part_of
                 return do.Fetched(tensors, do.WeightsOrigin(path, "stamp"), whole, converted)
-            case do.Combine(_, _, parts, origin):
+            case do.Combine(_, _, parts, origin, _):
                 tensors = Tensors(_values(parts), manager)
                 return do.Fetched(tensors, origin, manager.covers(manager.prepare(tensors)))
             case do.Check(_, update, fetched):

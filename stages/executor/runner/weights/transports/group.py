@@ -27,7 +27,16 @@ from ......config import WeightsError, shown
 from ...shards import NewWeight
 from ..checks import UNLIMITED, WeightLimits, check_stored
 from .background import Background
-from .layout import as_bytes, as_tensor, buckets, distinct, meta_of, sizes_of
+from .layout import (
+    as_bytes,
+    as_tensor,
+    buckets,
+    distinct,
+    dtype_of,
+    meta_of,
+    packed_buckets,
+    sizes_of,
+)
 
 BACKENDS = ("gloo", "nccl")
 
@@ -350,7 +359,8 @@ class Member:
                 f"the trainer's next broadcast is number {shown(source.first)} of the group, and "
                 f"the executor's is {self.broadcasts}; join a new group"
             )
-        plan = buckets(source.tensors, sizes, source.bucket_bytes)
+        packed, most = source.packed, source.bucket_bytes
+        plan = packed_buckets(sizes, most) if packed else buckets(source.tensors, sizes, most)
         left = iter(plan)
 
         def buffers() -> Iterator[Tensor]:
@@ -360,8 +370,9 @@ class Member:
         def finished(buffer: Tensor) -> None:
             start = 0
             for index in next(left):
-                part = buffer[start : start + sizes[index]]
-                take(source.tensors[index].name, as_tensor(part, source.tensors[index]))
+                meta, part = source.tensors[index], buffer[start : start + sizes[index]]
+                aligned = start % dtype_of(meta).itemsize == 0
+                take(meta.name, as_tensor(part if aligned else part.clone(), meta))
                 start += sizes[index]
 
         self.broadcast(buffers(), deadline, finished)

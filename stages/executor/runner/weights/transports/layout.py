@@ -127,6 +127,20 @@ def buckets(tensors: Iterable[TensorMeta], sizes: Iterable[int], most: int) -> l
     return [bucket for cut in by_dtype.values() for bucket in cut]
 
 
+def packed_buckets(sizes: Iterable[int], most: int) -> list[list[int]]:
+    """Group tensors, by index, as vLLM's packed broadcasts: each ends with the tensor that takes it
+    above `most` bytes."""
+    found: list[list[int]] = []
+    size = most + 1
+    for index, more in enumerate(sizes):
+        if size > most:
+            found.append([])
+            size = 0
+        found[-1].append(index)
+        size += more
+    return found
+
+
 def read_file(file: int, start: int, size: int) -> Tensor:
     """Read a part of an open file, `[bytes]`, uint8, without the GIL.
 

@@ -171,6 +171,6 @@ def test_an_unwritable_log_refuses_the_update(tmp_path: Path) -> None:
 
 def test_codes_have_no_log(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
-    engine.manager._shards.converts = True
+    engine.manager.shards.converts = True
     with pytest.raises(ModelError, match=r"engine\.quantization"):
         LoggedWeights(engine.manager, EngineConfig(weight_log=str(tmp_path)))

@@ -195,7 +195,9 @@ def test_each_sampling_parameter_is_checked_by_admission() -> None:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    assert set(PARAMETERS) - refused - RANGES.keys() == {"ignore_eos", "response_cache"}
+    true_or_false = {"ignore_eos", "response_cache"}
+    true_or_false |= {"return_sampling_mask", "return_routed_experts"}
+    assert set(PARAMETERS) - refused - RANGES.keys() == true_or_false
 
 
 def test_each_sampling_parameter_is_read_by_a_stage() -> None:

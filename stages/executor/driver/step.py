@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from ..runner.routing import Routers
     from .images import SequenceImages
     from .pooling import PromptPooler
-    from .routing import RoutedPass
     from .speculation.drafts import Draft
     from .speculation.speculator import Speculator, StepDrafts
     from .states import SequenceStates
@@ -112,7 +112,6 @@ class BegunStep(NamedTuple):
         masks: For these places; None if there are none.
         logits_of: The logits of each place; None if they are in its order.
         drafts: The drafted tokens; None if there are none.
-        routed: The tokens whose experts are reported; None without any.
     """
 
     output: StepOutput
@@ -124,7 +123,6 @@ class BegunStep(NamedTuple):
     masks: PendingMasks | None
     logits_of: IntArray | None
     drafts: StepDrafts | None
-    routed: RoutedPass | None
 
 
 @dataclass(slots=True, eq=False)
@@ -281,20 +279,19 @@ class StepRunner:
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
         inputs, last_token = self._inputs(step, samples, scored, all_read=routes)
-        routed = None
+        start = partial(self.runner.start, inputs, with_states=bool(table.pools[step.rows].any()))
         if routes:
-            from .routing import plan_routing
+            from .routing import start_routed
 
             about = step.rows, step.starts, step.num_tokens, last_token
-            routed = plan_routing(table, *about, last_token[samples])
-        with_states = bool(table.pools[step.rows].any())
-        routers = self.routers if routes else None
-        output = self.runner.start(inputs, with_states=with_states, routers=routers)
+            output = start_routed(self.routers, start, table, *about, last_token[samples])
+        else:
+            output = start()
         table.num_computed[rows] = ends
         if self.states is not None:
             self.states.advance(rows, num_tokens, ends)
         return BegunStep(
-            output, step, samples, scored, last_token, places, masks, logits_of, drafts, routed
+            output, step, samples, scored, last_token, places, masks, logits_of, drafts
         )
 
     @torch.inference_mode()
@@ -319,13 +316,9 @@ class StepRunner:
         if (states := begun.output.states) is not None:
             pooled = self._pool(step, begun.last_token, states)
         outputs, columns = StepOutputs(prompts=prompts, pooled=pooled), NO_COLUMNS
-        if (routed := begun.routed) is not None and (experts := begun.output.experts) is not None:
-            from .routing import report_prompts, routed_columns
-
-            outputs = outputs._replace(experts=report_prompts(routed, experts))
-            sources = routed.sampled_from
-            sources = sources if begun.logits_of is None else sources[begun.logits_of]
-            columns = routed_columns(self.table, places, sources, experts)
+        if (experts := begun.output.experts) is not None:
+            outputs = outputs._replace(experts=experts.prompts())
+            columns = experts.columns(self.table, places, begun.logits_of)
         logits = begun.output.logits[:num_samples]
         if begun.logits_of is not None:
             logits = logits[self.upload(begun.logits_of)[0]]

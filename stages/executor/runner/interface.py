@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from .deterministic import Determinism
     from .ranks.commands import Reply
     from .ranks.processes import Ranks
-    from .routing import Routers
 
 
 class ModelRunner(msgspec.Struct, frozen=True, eq=False):
@@ -92,26 +91,17 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         output.wait()
         return output.logits
 
-    def start(
-        self, inputs: StepInputs, *, with_states: bool = False, routers: Routers | None = None
-    ) -> StepOutput:
+    def start(self, inputs: StepInputs, *, with_states: bool = False) -> StepOutput:
         """Start a forward pass; over several pipeline stages, return once this rank's stage is
         done.
 
         Args:
             inputs: The step.
             with_states: Return the last hidden states of all tokens, too.
-            routers: Return the experts of all tokens, too; all tokens must be read.
 
         Returns:
             The output, to be waited for.
         """
-        if routers is not None:
-            found: list[Tensor] = []
-            with routers.watched(found):
-                output = self.start(inputs, with_states=with_states)
-            output.experts = found[0]
-            return output
         if self.ranks is not None:
             from .ranks.commands import Forward
 

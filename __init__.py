@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .pipeline.chat_renderer import ChatRenderer as ChatRenderer
     from .pipeline.client import BusClient as BusClient
     from .pipeline.digest import digest as digest
+    from .pipeline.digest import digests as digests
     from .pipeline.engine import InferenceEngine as InferenceEngine
     from .pipeline.exact_forward import ExactForward as ExactForward
     from .pipeline.past import engine_at as engine_at
@@ -78,7 +79,7 @@ _NAMES = {
     ".gateway.gateway": "Gateway",
     ".pipeline.chat_renderer": "ChatPrompt ChatRenderer",
     ".pipeline.client": "BusClient",
-    ".pipeline.digest": "digest",
+    ".pipeline.digest": "digest digests",
     ".pipeline.engine": "InferenceEngine",
     ".pipeline.exact_forward": "ExactForward",
     ".pipeline.past": "engine_at",

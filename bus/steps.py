@@ -159,36 +159,6 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
     parts: Sections = ()
 
 
-class PromptLogprobs(InternalPart, frozen=True, array_like=True):
-    """Logprobs of a part of a prompt, from one step.
-
-    Attributes:
-        seq_id: The sequence, always the first sample of its request.
-        start: Position in the prompt of the first token reported, at least 1.
-        logprobs: `[k]`, of the tokens at `start .. start + k - 1`.
-        top_logprobs: `[k]`, or empty when none were requested.
-        ranks: `[k]`, with top logprobs: each token's place among all tokens, from 1.
-    """
-
-    seq_id: int
-    start: int
-    logprobs: tuple[float, ...]
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    ranks: tuple[int, ...] = ()
-
-
-class VerifiedDraft(InternalPart, frozen=True, array_like=True):
-    """A row's drafted tokens, of which the first `num_accepted` were what was sampled.
-
-    `source`: where they came from, as in `engine.draft_sources`, or "model".
-    """
-
-    seq_id: int
-    source: str
-    num_tokens: int
-    num_accepted: int
-
-
 class StepResult(Internal, frozen=True):
     """Tokens of one forward pass. Rows that only prefilled are not in it.
 

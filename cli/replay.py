@@ -22,7 +22,7 @@ from ..config import (
     shown,
 )
 from ..pipeline.client import BusClient
-from ..pipeline.digest import Digest, completions_of
+from ..pipeline.digest import Digest, RunDigest, VersionDigests, completions_of
 from ..pipeline.replay import PRIORITY, Replay, unknown
 from ..pipeline.rollouts import TrainingSample
 from .clients import ServerClient
@@ -301,6 +301,9 @@ def digest(
         float | None,
         option("--last SECONDS", "Of the bus: only results of these last seconds.", min=0),
     ] = None,
+    by_version: Annotated[
+        bool, option("--by-version", "One digest for each version of the weights.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print one SHA-256 over all results, in the order of their ids.
@@ -313,8 +316,11 @@ def digest(
     whatever the number of lanes and replicas, the order of arrival, caches, speculation, and
     failures. Results are those of the bus, or of --file: lines of `submit --json`, of
     `tail --json`, of rollouts (TrainingSample as JSON), or of an audit log with texts.
+
+    With --by-version there is one for each version of the weights, of the results whose oldest
+    token it sampled: of each epoch of an asynchronous run.
     """
-    found = Digest()
+    found = VersionDigests() if by_version else Digest()
     if file is not None:
         for each in completions_of(_read(file)):
             if _is_wanted(each, ids):
@@ -322,21 +328,30 @@ def digest(
     else:
         asyncio.run(_add_recorded(found, options.client_config(), options.served, ids, last))
     result = found.result()
-    if not result.results:
+    if not (result if isinstance(result, dict) else result.results):
         wanted = f" of {', '.join(map(shown, ids))}" if ids else ""
         raise RequestError(f"there are no results{wanted}", code="unknown_request")
     if as_json:
         print_json(result)
+    elif isinstance(result, dict):
+        for version, each_digest in result.items():
+            typer.echo(f"{version} {each_digest.digest} {_counts(each_digest)}")
     else:
-        failed = f", {result.failed} of them not done" if result.failed else ""
         typer.echo(result.digest)
-        complain(
-            f"{result.results} results{failed}; {result.samples} samples, {result.tokens} tokens"
-        )
+        complain(_counts(result))
+
+
+def _counts(found: RunDigest) -> str:
+    failed = f", {found.failed} of them not done" if found.failed else ""
+    return f"{found.results} results{failed}; {found.samples} samples, {found.tokens} tokens"
 
 
 async def _add_recorded(
-    found: Digest, config: Config, model: str | None, ids: Sequence[str] | None, last: float | None
+    found: Digest | VersionDigests,
+    config: Config,
+    model: str | None,
+    ids: Sequence[str] | None,
+    last: float | None,
 ) -> None:
     age_s = _ANY_AGE_S if last is None else last
     async with connected(config, model) as client:

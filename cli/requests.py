@@ -13,6 +13,7 @@ import yaml
 
 from ..bus.codec import check_request
 from ..bus.entries import Malformed
+from ..bus.public import OnVersionLag
 from ..config import (
     ConfigError,
     Constraint,
@@ -93,6 +94,12 @@ def template(
     priority: Annotated[int | None, field("--priority", "Higher runs first; default: 0.")],
     tenant: Annotated[str | None, field("--tenant NAME", "Its tenant.")],
     budget: Annotated[float | None, field("--budget SECONDS", "Time limit of a request.")],
+    max_lag: Annotated[
+        int | None, field("--max-version-lag N", "Versions that a sample may be behind.")
+    ],
+    on_lag: Annotated[
+        OnVersionLag | None, field("--on-version-lag", "What happens beyond; default: flag.")
+    ],
 ) -> Template:
     """Return the options. Raises ConfigError: a value is malformed."""
     if budget is not None and not math.isfinite(budget):
@@ -110,6 +117,8 @@ def template(
         "priority": priority,
         "tenant": tenant,
         "budget_ns": None if budget is None else round(budget * 1e9),
+        "max_version_lag": max_lag,
+        "on_version_lag": on_lag,
     }
     return Template(given(fields))
 

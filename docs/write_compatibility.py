@@ -27,6 +27,7 @@ NAMES = {
     "anthropic": "[Anthropic's interface](anthropic.md)",
     "ollama": "[Ollama's interface](ollama.md)",
     "sglang": "[SGLang's interface](gateway.md)",
+    "vllm": "[vLLM's control plane](vllm.md)",
     "kserve": "[KServe V2](kserve.md)",
 }
 """The interfaces in the page's order; any other follows by its folder's name."""

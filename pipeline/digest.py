@@ -76,6 +76,21 @@ class Digest:
         )
 
 
+class VersionDigests:
+    """Results, in any order, and the digest of each version's; see `digests`."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Digest] = {}
+
+    def add(self, result: Completion) -> None:
+        """Add a result. Raises RequestError as `Digest.add`, within a version."""
+        self._found.setdefault(version_of(result), Digest()).add(result)
+
+    def result(self) -> dict[int, RunDigest]:
+        """Return the digests so far, by version."""
+        return {version: self._found[version].result() for version in sorted(self._found)}
+
+
 def digest(results: Iterable[Completion | TrainingSample]) -> str:
     """Return the SHA-256 of results: of terminal messages in any order, or of rollouts.
 
@@ -89,6 +104,33 @@ def digest(results: Iterable[Completion | TrainingSample]) -> str:
     for each in completions_of(results):
         found.add(each)
     return found.result().digest
+
+
+def digests(results: Iterable[Completion | TrainingSample]) -> dict[int, RunDigest]:
+    """Return the digest of the results of each epoch of a run: of each version of the weights.
+
+    A result belongs to the version that sampled its oldest token, the least of all its samples;
+    0 without tokens. In each digest only that version's results count, as in `digest`.
+
+    Raises:
+        RequestError: As `digest`.
+    """
+    found = VersionDigests()
+    for each in completions_of(results):
+        found.add(each)
+    return found.result()
+
+
+def version_of(result: Completion) -> int:
+    """Return the version of the weights to whose epoch a result belongs."""
+    return min(
+        (
+            version
+            for sample in result.samples
+            for version, _ in sample.weight_versions or ((sample.weight_version, 0),)
+        ),
+        default=0,
+    )
 
 
 def completions_of(results: Iterable[Completion | TrainingSample]) -> Iterable[Completion]:
@@ -112,6 +154,8 @@ def completions_of(results: Iterable[Completion | TrainingSample]) -> Iterable[C
                     token_ids=sample.completion_tokens,
                     logprobs=sample.logprobs,
                     finish_reason=sample.finish_reason,
+                    weight_version=sample.weight_version,
+                    weight_versions=sample.weight_versions,
                     top_logprobs=sample.top_logprobs,
                     embedding=sample.embedding,
                 )

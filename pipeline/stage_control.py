@@ -158,6 +158,8 @@ class StageControl:
 
         `operation_id`: the id of their answers; "" for no answers.
         """
+        if isinstance(body, UpdateWeights):
+            _check_size(self._bus, body.source)
         link: AnyLink = MODELS if stage == MODEL_MANAGER else CONTROL[stage]
         senders = [
             self._bus.sender(at(link, split_role(role)[1]), self._sender, lane)
@@ -242,7 +244,7 @@ MOST_DELTA_BYTES = 64 << 20
 """The most bytes of a delta in a message: a server passes one message at a time."""
 
 
-def check_size(bus: Bus, source: WeightsSource | StagedWeights) -> None:
+def _check_size(bus: Bus, source: WeightsSource | StagedWeights) -> None:
     """Raises WeightsError for a delta that is too large for a message through a server."""
     if isinstance(source, DeltaWeights) and bus.durable:
         size = sum(len(data) for _, data in source.tensors)

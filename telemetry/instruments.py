@@ -320,6 +320,9 @@ ATTENTION_LAYERS = _counter(
 WEIGHT_BEHIND = _gauge(
     "nano.weight.behind", "{version}", "Version that a restarted executor lacks; 0 if none."
 )
+WEIGHT_TOKENS = _gauge(
+    "nano.weight.tokens", "{token}", "Tokens that the weights in place have sampled."
+)
 WEIGHT_STALENESS = _histogram(
     "nano.weight.staleness",
     "{version}",

@@ -16,12 +16,12 @@ from nano_inference.bus.parts.handover import HandoverRoute, leaving_of
 from nano_inference.bus.parts.images import ImagesPlan, ImagesResult, PromptMedia
 from nano_inference.bus.parts.memory import ReleasePlan
 from nano_inference.bus.parts.responses import ResponseCaching
-from nano_inference.bus.parts.scoring import PromptScores, ReferenceScoring
-from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult, Prediction
+from nano_inference.bus.parts.scoring import PromptLogprobs, PromptScores, ReferenceScoring
+from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult, Prediction, VerifiedDraft
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.parts.weights import WeightsPlan
 from nano_inference.bus.sections import Section
-from nano_inference.bus.steps import KVMove, PromptLogprobs, StepPlan, StepResult, VerifiedDraft
+from nano_inference.bus.steps import KVMove, StepPlan, StepResult
 from nano_inference.bus.times import StepTimes
 
 PLAN: dict[str, Callable[[Any], Section]] = {
@@ -49,6 +49,7 @@ OPENED: dict[str, Callable[[Any], Section]] = {
     "keeps": ResponseCaching,
     "response": lambda response: ResponseCaching(0, response),
     "recipe": lambda recipe: recipe,
+    "lag": lambda limit: limit,
 }
 TIMES = ("queued_ns", "waited_ns", "down_since_ns")
 

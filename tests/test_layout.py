@@ -121,7 +121,7 @@ def test_no_file_and_no_function_is_long() -> None:
     assert {name: size for name, size in functions.items() if size > LINES_OF_A_FUNCTION} == {}
 
 
-LINES_LOADED = {"stages/batching/core.py": 3_700, "pipeline/engine.py": 14_000}
+LINES_LOADED = {"stages/batching/core.py": 3_700, "pipeline/engine.py": 14_700}
 """Most lines of code that importing a file loads, its own included."""
 
 
@@ -195,9 +195,9 @@ def test_each_sampling_parameter_is_checked_by_admission() -> None:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    true_or_false = {"ignore_eos", "response_cache"}
-    true_or_false |= {"return_sampling_mask", "return_routed_experts"}
-    assert set(PARAMETERS) - refused - RANGES.keys() == true_or_false
+    assert set(PARAMETERS) - refused - RANGES.keys() == {
+        *("ignore_eos", "response_cache", "return_sampling_mask", "return_routed_experts")
+    }
 
 
 def test_each_sampling_parameter_is_read_by_a_stage() -> None:

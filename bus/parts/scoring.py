@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from ..control import InternalPart
+from ..messages import TopLogprobs
 from ..sections import Section
-from ..steps import PromptLogprobs
+
+
+class PromptLogprobs(InternalPart, frozen=True, array_like=True):
+    """Logprobs of a part of a prompt, from one step.
+
+    Attributes:
+        seq_id: The sequence, always the first sample of its request.
+        start: Position in the prompt of the first token reported, at least 1.
+        logprobs: `[k]`, of the tokens at `start .. start + k - 1`.
+        top_logprobs: `[k]`, or empty when none were requested.
+        ranks: `[k]`, with top logprobs: each token's place among all tokens, from 1.
+    """
+
+    seq_id: int
+    start: int
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class TargetLogprobs(InternalPart, frozen=True, array_like=True):

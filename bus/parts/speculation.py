@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ..control import InternalPart
 from ..sections import Section
-from ..steps import VerifiedDraft
+
+
+class VerifiedDraft(InternalPart, frozen=True, array_like=True):
+    """A row's drafted tokens, of which the first `num_accepted` were what was sampled.
+
+    `source`: where they came from, as in `engine.draft_sources`, or "model".
+    """
+
+    seq_id: int
+    source: str
+    num_tokens: int
+    num_accepted: int
 
 
 class DraftCapacity(Section, frozen=True):

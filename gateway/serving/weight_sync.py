@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 from msgspec.structs import replace
@@ -75,7 +74,7 @@ class WeightSync:
     cache's memory is resumed, or the session ends. So no token is ever made by half of them. When
     a part fails, its call says so, and nothing changes until an update is begun anew.
 
-    Outside of that each call is an update of its own.
+    Outside of that each call is an update of its own, which is decided likewise.
 
     The state is a record in the store, so that any gateway continues an update, also after this one
     is killed. All executors check the parts, then the record gets the version (the decision), then
@@ -277,9 +276,16 @@ class WeightSync:
             if in_session and not state.session:
                 raise NoSession("no weight update session is open; begin one first")
             if not (state.paused or state.session or state.released):
-                return await self._update_weights(
-                    weights, label, "abort" if abort else "keep", partial=not whole
+                await self._save(replace(_begun(state), label=label))
+                version = await self._update_weights(
+                    weights,
+                    label,
+                    "abort" if abort else "keep",
+                    partial=not whole,
+                    decide=self.state.update,
                 )
+                await self._completed(version)
+                return version
             if state.failure:
                 if isinstance(weights, GroupWeights):
                     # So that a trainer that broadcasts does not wait for the executors.
@@ -404,22 +410,22 @@ class WeightSync:
         in_flight: InFlight,
         *,
         partial: bool,
-        decide: str = "",
+        decide: str,
     ) -> int:
+        """Have all executors check the weights, decide, and have them change. `decide`: the name of
+        the update."""
         number = None
         if label is not None:
             number = number_of(label, await self._client.weight_version())
-        more: dict[str, Any] = {"name": decide, "decide": self._decide} if decide else {}
         version = await self._client.update_weights(
             weights,
             in_flight=in_flight,
             version=number,
             partial=partial,
             timeout_s=self._timeout_s,
-            **more,
+            name=decide,
+            decide=self._decide,
         )
-        if label is not None and not decide:
-            await self._save(self.state, self._labels.put(version, label))
         get_logger().info("weights_updated", version=version, label=label)
         return version
 

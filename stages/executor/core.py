@@ -114,12 +114,7 @@ class ExecutorCore:
             constraints=self.constraints,
             feed=self._feed,
             unread=self._unread,
-            chooser=TokenChooser(
-                self._table,
-                config.logprobs_mode == "raw",
-                runner.kernels,
-                config.max_sampling_mask,
-            ),
+            chooser=TokenChooser.of(self._table, config, kernels=runner.kernels),
             runs_ahead=self.runs_ahead and model.pipeline is None,
         )
         self.state = ExecutorState(

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from ...bus.messages import RequestInfo
-from ...bus.parts.speculation import DraftsResult
-from ...bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
+from ...bus.parts.speculation import DraftsResult, VerifiedDraft
+from ...bus.steps import NewSequence, StepPlan, StepResult
 from ...config import Constraint
 from ...telemetry import Labels, TraceContext, instruments, is_sampled, names, now_ns
 from ...text.grammar import kind_of

@@ -34,10 +34,10 @@ from ...bus.sections import name_of
 from ...bus.steps import StartedSequence, StepResult
 from ...config import Config
 from ...text.detokenizer import Pieces, TokenPieces
-from ..parts import Kind, Parts
+from ..parts import Kind
 from .deliveries import Deliveries, Ending
 from .early import EarlySteps
-from .parts import WANTED, Part, make_parts, make_wanted
+from .parts import Part, StreamingParts, make_parts
 from .samples import RequestState, Sample
 from .step import Step
 
@@ -71,9 +71,7 @@ class StreamingCore:
         # later reports of the slower ones are ignored.
         self._cut_short: OrderedDict[str, None] = OrderedDict()
         self._early = EarlySteps()
-        self._parts = Parts(Part, make_parts(config, now_ns))
-        # Names of sections for which a part was made.
-        self._wanted: set[str] = set()
+        self._parts = StreamingParts(Part, make_parts(config, now_ns))
 
     def use(self, parts: Sequence[Part]) -> None:
         """Set the parts, in the order in which their hooks run."""
@@ -96,10 +94,7 @@ class StreamingCore:
     def open(self, opened: RequestOpened, now_ns: int) -> list[Deliveries]:
         """Add a request, unless it is open already, and absorb its steps that came before."""
         key, results = entry_key(opened.entry_id, opened.request_id), []
-        for section in opened.parts:
-            if (name := name_of(section)) in WANTED and name not in self._wanted:
-                self._wanted.add(name)
-                self._parts.use((*self._parts.all, make_wanted(name)))
+        self._parts.make_for(opened)
         if self._find(opened.request_id, opened.entry_id) is None and key not in self._cut_short:
             request = self._requests[opened.request_id] = RequestState(opened, self._pieces)
             deliveries = Deliveries(now_ns)
@@ -268,8 +263,11 @@ class StreamingCore:
         for hook in self._parts.stepped:
             hook(step)
         for cut in self._parts.cut:
-            for sample, anew in cut(step):
-                self._cut(sample, step, deliveries, anew=anew)
+            for sample in cut(step, deliveries):
+                if sample.finish_reason is not None:
+                    self._finish(sample, 0, deliveries)
+                else:
+                    self._stop_sample(sample)
         for cancel in step.failed:
             # Batching has no report of the failure.
             if (request := self._requests.get(cancel.request_id)) is not None:
@@ -282,25 +280,6 @@ class StreamingCore:
         for cancel in step.ended:
             self._end(cancel, deliveries)
         return deliveries
-
-    def _cut(self, sample: Sample, step: Step, deliveries: Deliveries, *, anew: bool) -> None:
-        """End a running sample, or drop its tokens and have it begin anew."""
-        request = sample.request
-        deliveries.halts.append(sample.seq_id)
-        if anew:
-            del self._running[sample.seq_id]
-            for retracted in self._parts.retracted:
-                retracted(sample, step)
-            for stopped in self._parts.stopped:
-                stopped(sample)
-            sample.begin_anew()
-            deliveries.retracted.setdefault(request.key, []).append(sample.index)
-            return
-        text = sample.abort()
-        if request.info.stream:
-            chunk = sample.chunk(len(sample.token_ids), text)
-            deliveries.add(request.info.request_id, chunk)
-        self._finish(sample, 0, deliveries)
 
     def _start(self, started: StartedSequence, step: Step, deliveries: Deliveries) -> None:
         """Start a sequence, or continue it after a preemption, when nothing is counted again."""
@@ -374,9 +353,12 @@ class StreamingCore:
     def _stop(self, request: RequestState) -> None:
         """Drop later rows of a request's samples."""
         for sample in self._running_of(request):
-            del self._running[sample.seq_id]
-            for hook in self._parts.stopped:
-                hook(sample)
+            self._stop_sample(sample)
+
+    def _stop_sample(self, sample: Sample) -> None:
+        del self._running[sample.seq_id]
+        for hook in self._parts.stopped:
+            hook(sample)
 
     # --- ends ---------------------------------------------------------------------------------
 

@@ -52,33 +52,66 @@ class TokenIntervals:
         self._last_ns.clear()
 
 
+_SHOWN_VERSIONS = 4
+"""Versions of the weights whose tokens are reported."""
+
+
 class Throughput:
-    """Tokens per second, and the time to the first token of the last 100 requests."""
+    """Tokens per second, also of each version of the weights, and the time to the first token of
+    the last 100 requests.
+
+    Attributes:
+        version_tokens: Tokens that the weights in place have sampled.
+    """
 
     def __init__(self, now_ns: int) -> None:
-        self._tokens = 0
+        self._tokens = self.version_tokens = 0
+        self._version = -1
+        self._version_since_ns = now_ns
+        # Version, tokens, and nanoseconds of former weights, the newest last.
+        self._former: deque[tuple[int, int, int]] = deque(maxlen=_SHOWN_VERSIONS - 1)
         self._since_ns = now_ns
         self._rate = 0
         self._last_ns = 0
         self._ttft_ns: deque[int] = deque(maxlen=100)
 
-    def add(self, tokens: int, now_ns: int) -> None:
-        """Count new tokens."""
+    def add(self, tokens: int, now_ns: int, version: int = 0) -> None:
+        """Count new tokens of a version of the weights."""
+        if version != self._version:
+            self._change(version, now_ns)
         self._tokens += tokens
+        self.version_tokens += tokens
         self._last_ns = now_ns
+
+    def _change(self, version: int, now_ns: int) -> None:
+        passed_ns = now_ns - self._version_since_ns
+        if self._version >= 0:
+            self._former.append((self._version, self.version_tokens, passed_ns))
+        self._version, self._version_since_ns, self.version_tokens = version, now_ns, 0
+
+    def _versions(self, now_ns: int) -> str:
+        """Return the tokens of the newest versions, and per second, as "3: 1200 (810/s)"."""
+        present = (self._version, self.version_tokens, now_ns - self._version_since_ns)
+        return ", ".join(
+            f"{version}: {tokens} ({tokens / max(passed_ns, 1) * 1e9:.0f}/s)"
+            for version, tokens, passed_ns in (present, *reversed(self._former))
+        )
 
     def first_token(self, ttft_ns: int) -> None:
         """Add the time to the first token of a request that has ended."""
         self._ttft_ns.append(ttft_ns)
 
-    def load(self, now_ns: int) -> dict[str, int | float]:
+    def load(self, now_ns: int) -> dict[str, int | float | str]:
         """Return tokens per second since the last call; once there is one, the age of the last
-        token, and median and 95th percentile of the time to the first."""
+        token, and median and 95th percentile of the time to the first; once the weights have
+        changed, the tokens of each version."""
         passed_ns = now_ns - self._since_ns
         if passed_ns >= _SHORTEST_WINDOW_NS:
             self._rate = round(self._tokens / (passed_ns / 1e9))
             self._tokens, self._since_ns = 0, now_ns
-        load: dict[str, int | float] = {"tokens_per_s": self._rate}
+        load: dict[str, int | float | str] = {"tokens_per_s": self._rate}
+        if self._former:
+            load["tokens_by_version"] = self._versions(now_ns)
         if self._last_ns:
             load["token_age_s"] = round((now_ns - self._last_ns) / 1e9, 1)
         if times := sorted(self._ttft_ns):

@@ -101,6 +101,7 @@ class Sample:
         weight_versions: (version, position of the first token computed with it).
         adapter_version: Version of the next tokens' adapter; 0 without one.
         first_adapter_version: Version of the first token's adapter.
+        retracted: Its tokens are about to be dropped: it begins anew.
         fields: Fields of parts in the CompletionSample.
         columns: Columns of tokens, by their field in chunks and in the CompletionSample. A step's
             values come before its tokens, also those after a stop string.
@@ -118,6 +119,7 @@ class Sample:
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     adapter_version: int = 0
     first_adapter_version: int = 0
+    retracted: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
     _detokenizer: Detokenizer = field(init=False)
@@ -180,6 +182,7 @@ class Sample:
     def begin_anew(self) -> None:
         """Drop all tokens."""
         self.seq_id = self.weight_version = -1
+        self.retracted = False
         self.adapter_version = self.first_adapter_version = self._num_read = 0
         kept = self.token_ids, self.logprobs, self.top_logprobs, self.texts, self.weight_versions
         for each in kept:

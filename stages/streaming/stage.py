@@ -80,6 +80,7 @@ class StreamingStage(Actor):
     async def measure(self) -> None:
         for measurement in self._times.take():
             self.metrics.record(*measurement)
+        self.metrics.record(instruments.WEIGHT_TOKENS, self._throughput.version_tokens)
         accounts = self._accounts
         unbilled_ns = max(accounts.busy_ns - accounts.billed_ns, self._unbilled_ns)
         seconds = (unbilled_ns - self._unbilled_ns) / 1e9
@@ -98,7 +99,7 @@ class StreamingStage(Actor):
                 now = now_ns()
                 self._deliveries.append(self._core.absorb(result, now, replica))
                 self._deliveries += self._core.caught_up(now)
-                self._throughput.add(len(result.seq_ids), now)
+                self._throughput.add(len(result.seq_ids), now, result.weight_version)
                 self._weight_version = result.weight_version
                 if self.metrics.enabled:
                     for interval_ns in self._intervals.step(result.seq_ids, result.end_ns):

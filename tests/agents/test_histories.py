@@ -18,6 +18,7 @@ from nano_inference.gateway.gateway import Gateway
 from ..examples.environments import FOR_NODE, PACKAGES, node_environment, python_environment
 from ..gateway.histories import HistoryEngine, check_histories
 from ..gateway.saying import calling_model
+from .programs import HERE as BY_LIBRARY
 from .programs import NODE, PROGRAMS
 
 HERE = Path(__file__).parent / "histories"
@@ -122,7 +123,9 @@ async def test_a_client_s_history_is_what_the_model_wrote(
             str(Path(*folder or [HERE]) / script),
             *given,
             cwd=tmp_path,
-            env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(tmp_path)},
+            env=os.environ
+            | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(tmp_path)}
+            | {"PYTHONPATH": str(BY_LIBRARY)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

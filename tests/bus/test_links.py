@@ -17,7 +17,7 @@ from nano_inference.bus.memory.bus import MemoryInbox
 from nano_inference.bus.parts.handover import HandoverRoute
 from nano_inference.bus.parts.responses import ResponseCaching
 from nano_inference.bus.parts.sessions import SessionGrant, SessionTurn
-from nano_inference.bus.parts.speculation import DraftsResult
+from nano_inference.bus.parts.speculation import DraftsResult, VerifiedDraft
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import KVSession, StageTime
@@ -47,7 +47,7 @@ RESPONSE = messages.StoredResponse(
 )
 REMOTE = messages.RemoteBlocks("here", "layout", "weights", 3, 2, ((b"a" * 16, 4, 1),))
 MOVE = steps.KVMove("drop", b"b")
-DRAFT = steps.VerifiedDraft(7, "prompt", 3, 2)
+DRAFT = VerifiedDraft(7, "prompt", 3, 2)
 ITEMS = (recovery.RecoveryItem("r", "1-0", "r"), recovery.RecoveryItem("1-1", "1-1", ""))
 CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
 FOLDER, TENSOR = weights.FolderWeights("/weights/7"), weights.TensorMeta("w", "bfloat16", (2, 3))
@@ -103,6 +103,7 @@ SAMPLES: tuple[Message, ...] = (
     control.UpdateWeights(weights.StagedWeights("step-7", 2), part_of="step-8"),
     control.UpdateWeights(FOLDER, prepare_as="op-6"),
     control.FinishUpdate("op-6", 7),
+    control.ChecksumWeights(),
     control.WeightsReady(8, "abort"),
     control.JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 3.5),
     control.LeaveWeightsGroup("g"),

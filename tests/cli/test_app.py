@@ -16,7 +16,19 @@ from .conftest import Run, assert_refused
 COMMANDS = (
     *("adapters", "cancel", "chat", "complete", "demo", "dlq", "doctor", "embed", "fairness"),
     *("flush-cache", "gateway", "health", "kv-events", "kv-session", "launch", "models", "pause"),
-    *("resume", "roles", "run", "score", "serve", "shards", "status", "submit", "tail", "up"),
+    *(
+        "resume",
+        "roles",
+        "run",
+        "samples",
+        "score",
+        "serve",
+        "shards",
+        "status",
+        "submit",
+        "tail",
+        "up",
+    ),
     "weights",
 )
 

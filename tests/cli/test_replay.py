@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
 
 from nano_inference import Completion, EngineConfig, InferenceEngine, SamplingParams
@@ -108,3 +109,35 @@ def test_on_a_running_pipeline_and_at_its_server(run: Run, on_served: Config, ur
     assert run("replay", done.entry_id, "--url", f"{url}/v1") == ran
     assert_refused(run("replay", "nothing", "--url", url), "nothing is recorded of")
     assert run("digest", done.entry_id).stdout == f"{digest([done])}\n"
+
+
+def test_past_versions_of_a_log_compute_again(run: Run, tmp_path: Path) -> None:
+    """Each record under the version that made it; scores of one version; a folder of another."""
+    log, model = tmp_path / "log", str(short_model.folder())
+    config = EngineConfig(model_path=model, dtype="float32", weight_log=str(log))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    completions = []
+    with InferenceEngine(config) as engine:
+        for name in "ab":
+            (sample,) = engine.generate([[5, 6, 7]], params)
+            completions.append(replace(completion_of(sample), request_id=name))
+            new = {key: tensor * 1.1 for key, tensor in engine.state_dict().items()}
+            engine.update_weights(new, blocking=True)
+    file = written(tmp_path / "results.jsonl", completions)
+    engine_of = ("--log", str(log), "--set", f"engine.model_path={model}")
+    engine_of += ("--set", "engine.dtype=float32")
+    ran = run("replay", "--file", str(file), *engine_of)
+    assert (ran.status, ran.stdout.count("equal: 8 tokens")) == (0, 2), ran
+    assert run("replay", "--file", str(file), *engine_of, "--at", "1").status == 1
+    ran = run("score", str(file), "--at", "1", *engine_of)
+    scores = [msgspec.json.decode(line) for line in ran.stdout.splitlines()]
+    assert [each["weight_version"] for each in scores] == [1, 1]
+    assert tuple(scores[1]["logprobs"]) == completions[1].samples[0].logprobs
+    ran = run("weights", "log", "--log", str(log), "--json")
+    versions = [msgspec.json.decode(line)["version"] for line in ran.stdout.splitlines()]
+    assert versions == [0, 1, 2]
+    folder = tmp_path / "exported"
+    assert run("weights", "export", str(folder), "--version", "2", *engine_of).status == 0
+    with InferenceEngine(replace(config, model_path=str(folder), weight_log="")) as engine:
+        assert torch.equal(engine.state_dict()["model.norm.weight"], new["model.norm.weight"])
+    assert_refused(run("weights", "export", str(folder), "--version", "9", *engine_of), "exists")

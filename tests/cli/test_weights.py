@@ -71,6 +71,7 @@ def test_a_checkpoint_folder_and_back(
     [
         ("weights", "version"),
         ("weights", "update", "--folder", str(MODEL)),
+        ("weights", "roll-back", "3"),
         ("pause",),
         ("resume",),
         ("flush-cache",),
@@ -85,6 +86,11 @@ def test_an_unknown_lane_is_refused(run: Run, on_served: Config, command: tuple[
 def test_only_one_lane(run: Run, on_served: Config) -> None:
     assert run("weights", "version", "--lane", on_served.bus.lane).stdout.strip().isdigit()
     assert run("flush-cache", "--lane", on_served.bus.lane).status == 0
+
+
+def test_weights_roll_back_with_a_log_only(run: Run, on_served: Config) -> None:
+    assert_refused(run("weights", "roll-back", "3"), "there is no log of weights")
+    assert_refused(run("weights", "log"), "--log FOLDER")
 
 
 def test_a_part_of_the_weights(run: Run, on_served: Config, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from nano_inference.stages.admission.requests import Requests
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.streaming.core import StreamingCore
 
+from .. import oracle
 from ..soaking import in_soak
 from . import short_model
 from .builders import break_once, end_of, error_code, finish
@@ -178,6 +179,21 @@ def test_an_engine_forks_unfinished_requests_and_samples() -> None:
         again = engine.fork(first, 17, SamplingParams(max_tokens=5, seed=1))
         (same,) = finish(engine)
         assert (same.request_id, same.logprobs) == (again, plain.logprobs)
+
+
+def test_kv_is_not_shared_over_an_update() -> None:
+    folder, greedy = str(short_model.folder()), SamplingParams(temperature=0, max_tokens=4)
+    with InferenceEngine(EngineConfig(model_path=folder, dtype="float32")) as engine:
+        weights = dict(engine.state_dict())
+        engine.update_weights(oracle.remembering(weights, 1))
+        (parent,) = engine.generate([PROMPT], SAMPLED)
+        engine.update_weights(oracle.remembering(weights, 2))
+        (pure,) = engine.generate([PROMPT[::-1]], greedy)
+        engine.fork(parent, 20, greedy)
+        (fork,) = finish(engine)
+        assert fork.weight_version == 2
+        assert fork.completion_tokens == (oracle.token_of(2),) * 4
+        assert all(oracle.is_pure(each, pure.logprobs[0]) for each in fork.logprobs)
 
 
 @pytest.mark.parametrize(

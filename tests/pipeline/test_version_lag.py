@@ -15,6 +15,8 @@ from nano_inference import (
     Pipeline,
     SamplingParams,
     TrainingSample,
+    digest,
+    digests,
 )
 from nano_inference.bus.public import CompletionChunk, VersionLag
 from nano_inference.config import RequestError
@@ -76,6 +78,19 @@ def test_samples_of_an_engine_keep_to_their_limit(engine: InferenceEngine) -> No
         assert anew.weight_versions == ((engine.get_weight_version(), 0),)
     assert not engine._streaming._running
     engine._batching.check()
+
+
+def test_each_version_of_a_run_has_a_digest(engine: InferenceEngine) -> None:
+    first = engine.get_weight_version()
+    samples = [*updated_midway(engine, 0), *updated_midway(engine, 1)]
+    later = updated_midway(engine, 0)
+    found = digests([*later, *samples])
+    assert list(found) == [first, first + 1]
+    assert found[first].digest == digest(samples)
+    assert found[first + 1].digest == digest(later)
+    assert (found[first].samples, found[first].tokens) == (4, 120)
+    for cut in updated_midway(engine, 1, max_version_lag=0, on_version_lag="cut"):
+        assert digests([cut])[first + 1].tokens == len(cut.completion_tokens)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
-import torch
 from torch import Tensor
 
 from nano_inference import (
@@ -22,14 +22,15 @@ from nano_inference import (
 )
 from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.weights import ArcWeights, DeltaWeights, PastWeights, StagedWeights
+from nano_inference.pipeline import stage_control
 
 from .. import oracle
-from .builders import DTYPE, State, check_stamps, greedy, raises
+from . import short_model
+from .builders import State, check_stamps, greedy, raises
 from .test_engine_weights import LIMIT_S, spells
 from .test_weights import under_load
 
 SHORT_MODEL = True
-DTYPE_OF = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def spelling(loaded: Mapping[str, Tensor], version: int) -> WeightDelta:
@@ -74,24 +75,27 @@ WAYS = [by_itself, blocking, as_a_state_dict, as_a_file, in_shared_memory, to_a_
     "more",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"tensor_parallel": 2}, id="ranks", marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel": 2}, id="ranks", marks=pytest.mark.soak(only=True)),
         pytest.param(
             {"quantization": "int8", "reference_model_path": "unquantized"},
             id="codes",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak(only=True),
         ),
     ],
 )
-def test_a_delta_comes_over_every_transport(more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_delta_comes_over_every_transport(
+    more: dict[str, Any], loaded: State, tmp_path: Path
+) -> None:
     ranks = more.get("tensor_parallel", 1)
-    dtype = "bfloat16" if "quantization" in more else "float32"
-    with InferenceEngine(EngineConfig(dtype=dtype, max_model_len=64)) as plain:
-        loaded = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    with InferenceEngine(EngineConfig(dtype=dtype, max_model_len=64, **more)) as engine:
+    config = EngineConfig(
+        model_path=str(short_model.folder()), dtype="bfloat16", max_model_len=64, **more
+    )
+    weights = {name: tensor.bfloat16() for name, tensor in loaded.items()}
+    with InferenceEngine(config) as engine:
         for version, send in enumerate(WAYS, 1):
-            send(engine, spelling(loaded, version), tmp_path, ranks)
+            send(engine, spelling(weights, version), tmp_path, ranks)
             assert spells(engine) == (version, oracle.token_of(version))
-        stale = spelling(loaded, 2)
+        stale = spelling(weights, 2)
         with raises("weights_base", kind=WeightsError):
             engine.update_weights(stale)
         assert spells(engine) == (len(WAYS), oracle.token_of(len(WAYS)))
@@ -104,7 +108,7 @@ async def test_tokens_have_their_version_while_deltas_come(
     """The first update is a whole one."""
 
     def delta(weights: Mapping[str, Tensor], version: int) -> Any:
-        weights = {name: tensor.to(DTYPE_OF[DTYPE]) for name, tensor in weights.items()}
+        weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
         return spelling(weights, version)
 
     assert await under_load(running, loaded, delta, "keep", 51 if soak else 8, check_stamps)
@@ -112,7 +116,7 @@ async def test_tokens_have_their_version_while_deltas_come(
 
 async def test_parts_of_deltas_change_together(running: Pipeline, loaded: State) -> None:
     client = running.client
-    weights = {name: tensor.to(DTYPE_OF[DTYPE]) for name, tensor in loaded.items()}
+    weights = {name: tensor.bfloat16() for name, tensor in loaded.items()}
     whole = spelling(weights, 1)
     new = whole.apply(weights)
     halves = [
@@ -140,3 +144,13 @@ async def test_parts_of_deltas_change_together(running: Pipeline, loaded: State)
 def test_sources_travel_in_messages(source: Any) -> None:
     update = UpdateWeights(source)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=UpdateWeights) == update
+
+
+def test_a_delta_in_a_message_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bus with a server, which passes one message at a time."""
+    source = DeltaWeights((("a", b"12"),))
+    stage_control._check_size(Mock(durable=True), source)
+    monkeypatch.setattr(stage_control, "MOST_DELTA_BYTES", 1)
+    stage_control._check_size(Mock(durable=False), source)
+    with raises("weights_refused", "delta.save", kind=WeightsError):
+        stage_control._check_size(Mock(durable=True), source)

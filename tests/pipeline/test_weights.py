@@ -152,6 +152,21 @@ async def test_a_pause_that_is_called_off_is_answered(exact: Pipeline) -> None:
     await streams
 
 
+@both_buses()
+async def test_a_pause_can_wait_for_what_runs(exact: Pipeline) -> None:
+    """Later requests wait for its end, whether they come before or after it is answered."""
+    first = await begun(exact.client, greedy(0, 200))
+    pausing = asyncio.create_task(exact.client.pause("wait"))
+    later = [asyncio.create_task(exact.client.complete(greedy(n, 8))) for n in range(1, 5)]
+    await pausing
+    assert len((await first).samples[0].token_ids) == 200
+    later.append(asyncio.create_task(exact.client.complete(greedy(5, 8))))
+    await exact.client.weight_version()
+    assert not later[-1].done()
+    await exact.client.resume()
+    assert all(each.status == "done" for each in await asyncio.gather(*later))
+
+
 async def test_aborted_requests_return_partial_samples(exact: Pipeline) -> None:
     running_requests = [await begun(exact.client, greedy(n, 1500)) for n in range(4)]
     await exact.client.pause("abort")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference import BusClient, Completion
+from nano_inference import BusClient, Completion, PastWeights, WeightDelta, WeightLog
 from nano_inference.bus.weights import GroupWeights, TensorMeta
 from nano_inference.config import BusError, all_roles
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
@@ -150,3 +150,30 @@ async def test_a_killed_executor_ends_the_wait_for_its_update(deployment: Deploy
             with raises("no_answer", kind=BusError):
                 await update
             assert await client.weight_version() == 0
+
+
+@pytest.mark.soak(only=True)
+async def test_killed_executors_catch_up_from_the_log(redis_url: str, tmp_path: Path) -> None:
+    """Two replicas, after deltas that came in messages: whichever is killed, the lane has one
+    version, and a token has its weights."""
+    loaded = {name: each.bfloat16() for name, each in reference.model().state_dict().items()}
+    logged = {"engine.weight_log": str(tmp_path / "weights"), "engine.weight_log_snapshot_every": 3}
+    request = {"prompt": "12 + 30 =", "sampling": {"temperature": 0, "max_tokens": 8}}
+    with up(redis_url, tmp_path / "log", 2, **logged) as deployment:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
+            await until_ready(client, 2)
+            before = loaded
+            for version in range(1, 9):
+                new = oracle.announcing(loaded, version)
+                delta = WeightDelta.between(before, new, base_version=version - 1)
+                assert await client.update_weights(delta) == version
+                await kill_executor(client, 2, ("executor", "executor.1")[version % 2])
+                assert await client.weight_version() == version, "the least of both"
+                for found in await asyncio.gather(*(client.complete(request) for _ in range(4))):
+                    assert stamped(found) == [(version, [oracle.token_of(version)] * 8)]
+                before = new
+            assert await client.update_weights(PastWeights(1)) == version + 1
+            found = await client.complete(request)
+            assert stamped(found) == [(version + 1, [oracle.token_of(1)] * 8)]
+    versions = [each.version for each in WeightLog(tmp_path / "weights").versions()]
+    assert versions == [*range(version + 2)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from nano_inference import BusClient, Pipeline, WeightsError
+from nano_inference import BusClient, Pipeline, WeightDelta, WeightsError
 from nano_inference.bus import weights as handoff
 from nano_inference.bus.control import FinishUpdate
 from nano_inference.bus.weights import FolderWeights
@@ -154,6 +154,27 @@ async def test_a_failed_fetch_changes_no_executor(
         # Nothing is left of it that would be in the way of the next one.
         assert await client.update_weights(oracle.announcing(loaded, 2)) == 2
         assert several.versions == [2, 2]
+
+
+@pytest.mark.parametrize("several", ["replicas", in_soak("lanes")], indirect=True)
+async def test_a_delta_of_other_weights_at_one_executor_changes_none(
+    several: Several, loaded: State
+) -> None:
+    """Also where their version is the same."""
+    client, bits = several.client, {name: each.bfloat16() for name, each in loaded.items()}
+    first, second = (oracle.announcing(bits, version) for version in (1, 2))
+    await client.update_weights(first)
+    delta = WeightDelta.between(first, second, base_version=1)
+    other = several.executors[1]._core.model.module.model.embed_tokens.weight.data
+    other[3, 5] += 1
+    with raises("weights_base", "checksum.*no executor has changed", kind=WeightsError):
+        await client.update_weights(delta)
+    assert several.versions == [1, 1]
+    other[3, 5] -= 1
+    async with several.under_load() as finished:
+        assert await client.update_weights(delta) == 2
+        await until(lambda: finished() > 6)
+    assert several.versions == [2, 2]
 
 
 async def test_an_executor_lost_before_the_change_is_named(

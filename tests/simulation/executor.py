@@ -12,10 +12,10 @@ from torch import nn
 
 from nano_inference.bus.control import MemoryState, ReplicaCapacity
 from nano_inference.bus.parts.adapters import AdapterCapacity, AdaptersResult
-from nano_inference.bus.parts.speculation import DraftCapacity, DraftsResult
+from nano_inference.bus.parts.speculation import DraftCapacity, DraftsResult, VerifiedDraft
 from nano_inference.bus.parts.states import StateCapacity
 from nano_inference.bus.sections import Section
-from nano_inference.bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
+from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
 from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.driver.step import started_sequences
 from nano_inference.stages.executor.parts.adapters import AdapterChanges

@@ -17,8 +17,8 @@ BODIES = Path(__file__).parent / "bodies.json"
 _MOST_TOKENS = 4
 # Texts that are no names: they say nothing about a body's form.
 _LONG = re.compile(r"\s|/|.{40}", re.S)
-# A server of the fake engine has no weights and no other server to speak with.
-_OF_STATE = re.compile(r"weight|lora|group|memory|sleep|wake")
+# These change the server for the calls after them, and are tested with their interfaces.
+_OF_STATE = re.compile(r"weight|lora|group|memory|sleep|wake|pause|resume|continue|collective")
 
 
 def write_result(name: str, trainer: Trainer, recorder: Recorder) -> None:

@@ -34,6 +34,8 @@ class RecordedGateway(Gateway):
 def trainer_config(folder: Path, settings: Mapping[str, object]) -> Config:
     """Return the settings of a server for a trainer; `folder` is the run's."""
     overrides = {
+        # AsyncGRPO names a model by the folder that it has loaded.
+        "gateway.model_aliases": {str(Config().engine.model_folder): MODEL},
         "engine.model_path": MODEL,
         "engine.model_id": MODEL,
         "gateway.port": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def install(pytestconfig: pytest.Config) -> Callable[[str], Path]:
 
     def installed(name: str) -> Path:
         trainer = TRAINERS[name]
-        return beside_environment(f"trainer_{name}", trainer.packages, trainer.alone, folder)
+        # Several programs of one package share an environment.
+        kind = re.sub(r"\W", "_", f"trainer_{trainer.package}")
+        return beside_environment(kind, trainer.packages, trainer.alone, folder)
 
     return installed
 

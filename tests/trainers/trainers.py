@@ -58,7 +58,8 @@ class Trainer:
 _AREAL = (
     *("areal==1.0.4", "aiofiles", "antlr4-python3-runtime==4.9.3", "blinker", "colorlog", "einops"),
     *("flask", "hydra-core==1.3.8", "itsdangerous", "lark", "llvmlite", "msgpack", "numba"),
-    *("omegaconf", "orjson", "pybase64", "tenacity", "torchdata", "uvloop", "werkzeug"),
+    *("omegaconf", "orjson", "pybase64", "ray==2.60.0", "tenacity", "torchdata", "uvloop"),
+    "werkzeug",
 )
 # TRL imports vLLM for its transfer of weights, of which nothing runs on a CPU.
 _VLLM = (
@@ -85,19 +86,56 @@ TRAINERS: dict[str, Trainer] = {
     "skyrl": Trainer(
         ["skyrl[tinker]==0.3.0"],
         "skyrl_client.py",
-        "`RemoteInferenceClient`: `generate`, Tinker's `sample`, chats, `render`, sessions",
+        "`RemoteInferenceClient`: `generate`, Tinker's `sample`, chats, `render`, sessions, its "
+        "control plane",
+        "the broadcast of weights, which takes CUDA: the same calls with a path",
+    ),
+    "skyrl-tinker": Trainer(
+        ["skyrl[tinker]==0.3.0"],
+        "skyrl_tinker.py",
+        "`ExternalInferenceClient` (`external_inference_url`) with its database and a checkpoint's "
+        "archive",
+        "the server's own HTTP: it starts a training engine by `uv run`, so samples are given to "
+        "its client directly",
     ),
     "slime": Trainer(
-        ["ray[default]==2.60.0", "transformers"],
+        ["ray[default]==2.60.0", "transformers", "pylatexenc"],
         "slime_rollout.py",
         "`generate_rollout` with partial rollouts, top-p 0.9 and a reward function",
         repository=_SLIME,
         variable="SLIME_SOURCES",
     ),
+    "trl": Trainer(
+        ["trl==1.16.0"],
+        "trl_client.py",
+        "`VLLMClient`: `generate`, `chat`, `get_sequence_logprobs` with 100 of each position",
+        alone=_VLLM,
+    ),
+    "trl-grpo": Trainer(
+        ["trl==1.16.0"],
+        "trl_grpo.py",
+        "`GRPOTrainer` in server mode: generation, importance sampling, three steps",
+        "`init_communicator` and `update_named_params` of its client, which take CUDA: the same "
+        "calls with a path",
+        alone=_VLLM,
+    ),
     "trl-async-grpo": Trainer(
         ["trl==1.16.0"],
         "trl_async_grpo.py",
         "`AsyncGRPOTrainer` with its rollout process; weights through a `weight_transfer` object",
+        "FlashAttention's kernel, in torch",
         alone=_VLLM,
+    ),
+    "verifiers": Trainer(
+        ["verifiers==0.4.0"],
+        "verifiers_turns.py",
+        "`SingleAgentEnv` of three turns with `TrainClient`, its interception and traces",
+    ),
+    "verl": Trainer(
+        ["verl==0.9.1", "cachetools"],
+        "verl_rollout.py",
+        "`LLMServerManager` and `LLMServerClient` with a replica of `RolloutReplicaRegistry`",
+        "the replica itself: [a plug-in](../tests/trainers/by_trainer/verl_plugin.py) that "
+        "`VERL_USE_EXTERNAL_MODULES` names",
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .call_rules import may_have_grammar as may_have_grammar
 from .finding import find_format as find_format
 from .grammar import constraint_of as constraint_of
 from .lark import lark_of_gbnf as lark_of_gbnf

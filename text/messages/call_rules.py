@@ -12,8 +12,9 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from ...config import Constraint, RequestError
 from ..schemas import may_have, moved
-from .lark import ANY_OBJECT, Grammar, is_regex, json_of, quoted, schema_of
-from .message_format import NAME, NUMBER, MessageFormat
+from .lark import ANY_OBJECT, Grammar, is_lark, is_regex, json_of, nested, quoted, schema_of
+from .lark_in_json import in_json
+from .message_format import NAME, NUMBER, ArgumentSyntax, MessageFormat
 from .python_rules import PythonArguments
 from .tagged_rules import TaggedArguments
 from .tools import Tool, ToolUse
@@ -124,6 +125,12 @@ class CallRules:
 
     def _bare_call(self, tool: Tool, root: str) -> dict[str, Any]:
         """Return the format's text around name and arguments as a schema, at a path in another."""
+        if tool.grammar:
+            raise unsupported(
+                self._form,
+                "writes calls as plain JSON, so that no grammar can be kept in them beside an "
+                "answer's format; leave one of them out",
+            )
         syntax = self._syntax
         try:
             keys = json.loads(f"{syntax.before}{self._name(tool)}{syntax.middle}null{syntax.after}")
@@ -169,8 +176,11 @@ class CallRules:
 
     def _arguments(self, place: int) -> str:
         if place not in self._known_arguments:
-            schema = _arguments_of(self._tools[place], self._use)
-            if self._tagged is None:
+            tool = self._tools[place]
+            schema = _arguments_of(tool, self._use)
+            if tool.grammar:
+                body = self._text_of(tool)
+            elif self._tagged is None:
                 body = json_of(schema)
             elif schema is ANY_OBJECT:
                 body = self._tagged.any()
@@ -178,6 +188,14 @@ class CallRules:
                 body = self._tagged.of(schema)
             self._known_arguments[place] = self._grammar.rule(f"arguments_{place}", body)
         return self._known_arguments[place]
+
+    def _text_of(self, tool: Tool) -> str:
+        """Return the only argument of a tool, in its grammar."""
+        (name,) = tool.parameters["properties"]
+        if self._tagged is not None:
+            return self._tagged.text_of(name, tool.grammar)
+        begin, end = quoted(f'{{{json.dumps(name)}: "'), quoted('"}')
+        return f"{begin} {nested(in_json(tool.grammar))} {end}"
 
     def _written(self, text: str, *, spelled: bool = False) -> str:
         """Return a literal text in a rule, with any number where one stands.
@@ -232,6 +250,18 @@ class CallRules:
         close = template.fields["tool_calls"].close_re
         syntax = self._syntax
         return close is not None and close.search(f"{{}}{syntax.after}{syntax.close}") is not None
+
+
+def may_have_grammar(form: MessageFormat | None, grammar: str) -> bool:
+    """Return whether the text of a tool can be kept to a grammar in Lark's form."""
+    if form is None or form.calls is None or not is_lark(grammar):
+        return False
+    if isinstance(form.calls.arguments, ArgumentSyntax):
+        return True
+    try:
+        return is_lark(in_json(grammar))
+    except ValueError:
+        return False
 
 
 def _arguments_rules(

@@ -108,6 +108,11 @@ def json_of(schema: Mapping[str, Any]) -> str:
     return f"%json {_encoded({**without_words(schema), 'x-guidance': options})}"
 
 
+def is_lark(text: str) -> bool:
+    """Return whether llguidance supports a grammar in Lark's form, within another one."""
+    return not LLMatcher.validate_grammar(f"start: {nested(text)}")
+
+
 def lark_of_gbnf(text: str) -> str:
     """Convert a grammar from llama.cpp's form to Lark.
 
@@ -137,11 +142,11 @@ def answer_of(constraint: Constraint) -> str:
         return f"({' | '.join(map(quoted, constraint.choice))})"
     if constraint.gbnf is not None:
         try:
-            return _nested(lark_of_gbnf(constraint.gbnf))
+            return nested(lark_of_gbnf(constraint.gbnf))
         except (ValueError, RecursionError) as error:
             raise _invalid(f"constraint.gbnf can't be read: {error}") from None
     assert constraint.lark is not None
-    return _nested(constraint.lark)
+    return nested(constraint.lark)
 
 
 def schema_of(constraint: Constraint) -> dict[str, Any]:
@@ -161,7 +166,8 @@ def schema_of(constraint: Constraint) -> dict[str, Any]:
     return schema
 
 
-def _nested(lark: str) -> str:
+def nested(lark: str) -> str:
+    """Return a grammar of its own, in a rule."""
     return f"%lark {{\n{lark}\n}}"
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from ...config import RequestError
 from ..schemas import ANNOTATIONS, moved
-from .lark import Grammar, json_of
+from .lark import Grammar, json_of, nested, quoted
+from .lark_in_json import in_json
 from .message_format import MessageFormat
 from .own_bodies import NAME
 from .typed import referred
@@ -37,6 +38,11 @@ class PythonArguments:
             one = f'{_NAME} "=" {json_of({})}'
             self._any = self._grammar.rule("any_arguments", f'({one} (", " {one})*)?')
         return self._any
+
+    def text_of(self, name: str, grammar: str) -> str:
+        """Return the rule of one argument, a text in a grammar."""
+        begin, end = self._grammar.literal(f'{name}="'), quoted('"')
+        return f"{begin} {nested(in_json(grammar))} {end}"
 
     def of(self, schema: Mapping[str, Any]) -> str:
         """Return the rule of the arguments of a schema.

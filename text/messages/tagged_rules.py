@@ -9,7 +9,7 @@ from typing import Any
 
 from ...config import RequestError
 from ..schemas import ANNOTATIONS, moved
-from .lark import Grammar, is_regex, json_of, quoted, regex, without
+from .lark import Grammar, is_regex, json_of, nested, quoted, regex, without
 from .message_format import KIND, ArgumentSyntax, MessageFormat
 from .regions import region_template
 from .typed import TEXT, referred, types_of
@@ -86,6 +86,13 @@ class TaggedArguments:
             text = f"{self._middle(TEXT)} {self._text(True, TEXT)}"
             self._any = self._grammar.rule("any_argument", f"{before} {_ANY_NAME} {text}")
         return f"{self._any}*"
+
+    def text_of(self, name: str, grammar: str) -> str:
+        """Return the rule of one argument, a text in a grammar that writes no tag."""
+        self._check_name(name)
+        begin = self._grammar.literal(self._syntax.before + name)
+        after = self._grammar.literal(self._syntax.after)
+        return f"{begin} {self._middle(TEXT)} {nested(grammar)} {after}"
 
     def of(self, schema: Mapping[str, Any]) -> str:
         """Return the rule of the arguments of a schema.

@@ -29,12 +29,15 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         parameters: The schema of its arguments, an object.
         strict: Whether a call's arguments are always valid by that schema.
+        grammar: A grammar in Lark's form of the only argument, which is a text; "" for any text.
+            Only a strict tool may have one, that `may_have_grammar`.
     """
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = msgspec.field(default_factory=_no_arguments)
     strict: bool = False
+    grammar: str = ""
 
     def as_templates_read(self) -> dict[str, Any]:
         """Return the tool in OpenAI's form, for chat templates."""
@@ -130,5 +133,9 @@ def tool_of(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None
 ) -> Tool:
     """Return a tool, with defaults for None."""
-    schema = {} if not parameters else {"parameters": dict(parameters)}
-    return Tool(name=name, description=description or "", strict=bool(strict), **schema)
+    return Tool(
+        name=name,
+        description=description or "",
+        parameters=dict(parameters) if parameters else _no_arguments(),
+        strict=bool(strict),
+    )

@@ -15,6 +15,7 @@ def anthropic_routes(services: Services) -> list[PolicyRoute]:
     return [
         PolicyRoute("POST /v1/messages", "generate", calls.messages),
         PolicyRoute("POST /v1/messages/count_tokens", "generate", calls.count_tokens),
+        PolicyRoute("POST /v1/messages/render", "generate", calls.render),
     ]
 
 

@@ -23,9 +23,10 @@ Answer = dict[str, Any]
 class ContentBlocks(Blocks[Answer]):
     """The assistant's thinking, text and calls."""
 
-    def __init__(self, parts: MessageParts, *, shows_thinking: bool) -> None:
-        """`shows_thinking`: whether blocks of thinking have a text."""
+    def __init__(self, parts: MessageParts, tenant: str, *, shows_thinking: bool) -> None:
+        """`tenant`: the caller's; `shows_thinking`: whether blocks of thinking have a text."""
         super().__init__(parts)
+        self._tenant = tenant
         self._shows_thinking = shows_thinking
 
     def begun(self) -> list[Answer]:
@@ -70,7 +71,7 @@ class ContentBlocks(Blocks[Answer]):
         if self.kind == "text":
             return {"type": "text", "text": text}
         shown = "" if self._hides else text
-        signature = signature_of(text, omitted=self._hides)
+        signature = signature_of(text, self._tenant, omitted=self._hides)
         return {"type": "thinking", "thinking": shown, "signature": signature}
 
     def _delta(self, kind: str, name: str, text: str) -> Answer:
@@ -102,7 +103,9 @@ class MessageWriter:
     _pinged: bool = False
 
     def __post_init__(self, shows_thinking: bool) -> None:
-        self._content = ContentBlocks(self.parts, shows_thinking=shows_thinking)
+        self._content = ContentBlocks(
+            self.parts, self.request.tenant, shows_thinking=shows_thinking
+        )
 
     def whole(self, completion: Completion) -> Answer:
         """Return the whole message."""

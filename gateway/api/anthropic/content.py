@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ....config import shown
-from ....text.forgiving_base64 import decode_base64
 from ...server.http import FieldError, field_error
+from ...serving.documents import tagged, text_in_base64
 from ...serving.fields import read_part
 from ...serving.images import ImageSource, image_part, of_base64, of_url, text_part
 from .bodies import (
@@ -148,9 +148,9 @@ def parts_of(block: Shown, where: str) -> list[Part]:
     if isinstance(block, SearchResultBlock):
         named = {"source": block.source, "title": block.title}
         inner = _read_parts(block.content, f"{where}.content", _TEXT)
-        return _tagged("search_result", named, inner)
+        return tagged("search_result", named, inner)
     named = {"title": block.title, "context": block.context}
-    return _tagged("document", named, _document(block, f"{where}.source"))
+    return tagged("document", named, _document(block, f"{where}.source"))
 
 
 def _read_parts(content: str | Blocks, where: str, known: dict[str, type[Shown]]) -> list[Part]:
@@ -164,13 +164,6 @@ def _read_parts(content: str | Blocks, where: str, known: dict[str, type[Shown]]
             raise _unsupported(kind, param)
         parts += parts_of(read_part(given, found, param), param)
     return parts
-
-
-def _tagged(tag: str, named: dict[str, str], inner: list[Part]) -> list[Part]:
-    """Return parts between tags, since templates have no field for documents."""
-    lines = [f"<{name}>{value}</{name}>" for name, value in named.items() if value]
-    begin, end = text_part("\n".join([f"<{tag}>", *lines])), text_part(f"</{tag}>")
-    return [begin, *inner, end]
 
 
 def of_type(known: Mapping[str, T], given: Mapping[str, Any], where: str, may_be: str) -> T:
@@ -199,17 +192,8 @@ def _document(block: DocumentBlock, where: str) -> list[Part]:
         return [text_part(source.data)]
     if isinstance(source, DocumentBlocks):
         return _read_parts(source.content, f"{where}.content", _SHOWN)
-    if source.media_type.partition("/")[0] != "text":
-        raise field_error(
-            f"{where}.media_type",
-            f"is {shown(source.media_type)}, and only text is read here; send the document's text, "
-            "or its pages as images",
-            code="unsupported",
-        )
-    try:
-        return [text_part(decode_base64(source.data).decode())]
-    except ValueError:
-        raise field_error(f"{where}.data", "is no UTF-8 text in base64") from None
+    text = text_in_base64(source.data, source.media_type, f"{where}.media_type", f"{where}.data")
+    return [text_part(text)]
 
 
 def _image(block: ImageBlock, where: str) -> ImageSource:

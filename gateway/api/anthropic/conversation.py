@@ -67,8 +67,11 @@ OpenCalls = dict[str, tuple[str, str]]
 """Tool calls without a result, by id: the tool's name, and the call's path in the body."""
 
 
-def read_conversation(body: CountBody) -> tuple[Conversation, ToolUse]:
+def read_conversation(body: CountBody, tenant: str) -> tuple[Conversation, ToolUse]:
     """Return the conversation for the chat template, without tools; and the use of tools.
+
+    Args:
+        tenant: The one for whom signatures were made.
 
     Raises:
         FieldError: A message is invalid, holds no text, or calls tools without results; a tool is
@@ -80,7 +83,7 @@ def read_conversation(body: CountBody) -> tuple[Conversation, ToolUse]:
     turns: list[Turn] = []
     if body.system:
         turns.append({"role": "system", "content": text_of(body.system, "system")})
-    turns += _turns(history.said)
+    turns += _turns(history.said, tenant)
     if not turns:
         raise field_error("messages", "have no content; give at least one text")
     continued = turns[-1]["role"] == "assistant"
@@ -198,7 +201,7 @@ def _is_kept(placed: _Placed, changes: list[ToolChange]) -> bool:
 # --- turns ----------------------------------------------------------------------------------------
 
 
-def _turns(history: list[_Said]) -> list[Turn]:
+def _turns(history: list[_Said], tenant: str) -> list[Turn]:
     turns: list[Turn] = []
     calls: OpenCalls = {}
     for said in history:
@@ -206,7 +209,7 @@ def _turns(history: list[_Said]) -> list[Turn]:
             turns += _results(said, calls)
         if said.role != "system":
             _check_answered(calls)
-        turns += _turn(said)
+        turns += _turn(said, tenant)
         for block, where in said.blocks:
             if isinstance(block, ToolUseBlock):
                 if block.id in calls:
@@ -247,14 +250,14 @@ def _results(said: _Said, calls: OpenCalls) -> list[Turn]:
     return turns
 
 
-def _turn(said: _Said) -> list[Turn]:
+def _turn(said: _Said, tenant: str) -> list[Turn]:
     """Return the turn of text, thinking and calls; none where there are only results."""
     parts: list[dict[str, Any]] = []
     for block, where in said.blocks:
         if isinstance(block, TextBlock | ImageBlock | DocumentBlock | SearchResultBlock):
             parts += parts_of(block, where)
     blocks = [placed.block for placed in said.blocks]
-    thoughts = [thinking_of(block) for block in blocks if isinstance(block, ThinkingBlock)]
+    thoughts = [thinking_of(each, tenant) for each in blocks if isinstance(each, ThinkingBlock)]
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     calls = [tool_call(block.id, block.name, block.input) for block in uses]
     if not parts and any(isinstance(block, ToolResultBlock) for block in blocks):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 from msgspec.structs import replace
 
-from ....bus.public import CompletionChunk, GenerateRequest
-from ....config import NanoInferenceError
+from ....bus.public import GenerateRequest
 from ....text.messages import ToolUse
 from ...call import Call
 from ...server.http import (
@@ -31,8 +28,9 @@ from ...serving.prepared import (
     conversation_tokens,
     prepare,
 )
-from ...serving.samples import SampleChunks, stream_unsent
+from ...serving.rendered import rendered
 from ...serving.services import Services
+from ...serving.streamed import streamed
 from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
 from .conversation import read_conversation
@@ -80,19 +78,8 @@ class MessageCalls:
         if isinstance(model := body.get("model"), str):
             await services.served.check(model, call.caller)
         fields = read_messages(body)
-        async with connected(call.cancelled):
-            edited, use = await self._conversation(call, fields)
-        prepared = await prepare(
-            call,
-            services,
-            edited.conversation,
-            use,
-            sampling_of(body, fields),
-            reasoning_budget=budget_of(fields),
-            budget_param="thinking.budget_tokens",
-        )
-        tenant = call.tenant
-        asked = request_of(fields, prepared, tenant, services.config)
+        edited, prepared = await self._prepared(call, body, fields)
+        asked = request_of(fields, prepared, call.tenant, services.config)
         await check_request(services, asked)
         call.begin(fields.budget_ms, fields.model)
         services.submissions.check_priority(call.caller, asked)
@@ -106,13 +93,43 @@ class MessageCalls:
                 (completion,) = await services.submissions.run(call, [asked], attachment=attachment)
         return named(call, JsonResponse(writer.whole(completion)))
 
+    async def render(self, call: Call) -> Response:
+        """Return the body of `/inference/v1/generate` for a message."""
+        check_version(call)
+        services, body = self._services, await self._body(call)
+        fields = read_messages(body)
+        await services.served.check(fields.model, call.caller)
+        _, prepared = await self._prepared(call, body, fields)
+        asked = request_of(fields, prepared, call.tenant, services.config)
+        return named(call, JsonResponse(await rendered(services, asked, self._model(fields))))
+
     async def _body(self, call: Call) -> Body:
         return await read_object(call, self._services.config.gateway.max_body_bytes)
 
     async def _conversation(self, call: Call, fields: CountBody) -> tuple[Edited, ToolUse]:
-        conversation, use = read_conversation(fields)
+        conversation, use = read_conversation(fields, call.tenant)
         edited = await edit(conversation, fields.context_management, self._count(call, use))
         return edited, use
+
+    async def _prepared(
+        self, call: Call, body: Body, fields: MessagesBody
+    ) -> tuple[Edited, Prepared]:
+        async with connected(call.cancelled):
+            edited, use = await self._conversation(call, fields)
+        prepared = await prepare(
+            call,
+            self._services,
+            edited.conversation,
+            use,
+            sampling_of(body, fields),
+            reasoning_budget=budget_of(fields),
+            budget_param="thinking.budget_tokens",
+        )
+        return edited, prepared
+
+    def _model(self, fields: MessagesBody) -> str:
+        config = self._services.config
+        return adapter_of(fields.model, config) or config.engine.model_name
 
     def _count(self, call: Call, use: ToolUse) -> Count:
         async def count(conversation: Conversation) -> int:
@@ -145,7 +162,7 @@ class MessageCalls:
         )
         return MessageWriter(
             asked,
-            adapter_of(fields.model, services.config) or services.config.engine.model_name,
+            self._model(fields),
             tokenizer,
             parts,
             counts_thinking=reading is not None and reading.separates_reasoning,
@@ -154,35 +171,19 @@ class MessageCalls:
         )
 
     def _streamed(
-        self,
-        call: Call,
-        begun: BodyCall,
-        writer: MessageWriter,
-        prepared: Prepared,
+        self, call: Call, begun: BodyCall, writer: MessageWriter, prepared: Prepared
     ) -> Response:
-        submissions, (asked,) = self._services.submissions, begun.requests
+        async def send_event(send: SendEvent, event: Answer) -> None:
+            await send(msgspec.json.encode(event), name=event["type"])
 
-        async def produce(send: SendEvent) -> None:
-            async def tell(events: list[Answer]) -> None:
-                for event in events:
-                    await send(msgspec.json.encode(event), name=event["type"])
-
-            async def take(chunks: Sequence[CompletionChunk]) -> None:
-                await tell(writer.add(chunks))
-
-            try:
-                async with begun.attach() as attachment:
-                    with about_tools(prepared.reading):
-                        unsent = SampleChunks(take)
-                        completion = await stream_unsent(
-                            submissions, call, asked, unsent, attachment
-                        )
-            except NanoInferenceError as error:
-                if not stream.committed:
-                    raise
-                await tell([error_event(error, call.id)])
-                return
-            await tell(writer.end(completion))
-
-        stream = EventStream(produce, self._services.config.gateway.comment_s, _PING)
-        return stream
+        comment_s = self._services.config.gateway.comment_s
+        return streamed(
+            self._services,
+            call,
+            begun,
+            writer,
+            prepared.reading,
+            stream_of=lambda produce: EventStream(produce, comment_s, _PING),
+            send_part=send_event,
+            failure=lambda error: error_event(error, call.id),
+        )

@@ -23,7 +23,7 @@ from ....kserve.grpc_codec import decode_infer_request, encode_infer_response
 from ....kserve.parameters import CODE_KEY, FINAL_PARAM, STATUS_KEY, WANTS_FINAL_PARAM
 from ....kserve.protobuf import METHODS, SERVICE, Method
 from ....kserve.tensors import InferRequest, InferResponse
-from ...call import Call
+from ...call import IGNORED_HEADER, MOST_IGNORED, Call
 from ...caller import Needed
 from ...server.connections import LINGER_S
 from ...server.http import CALL_HEADER, DEFAULT_RETRY_S, EngineError, task_group
@@ -155,6 +155,9 @@ class GrpcCalls:
     # --- streams --------------------------------------------------------------------------------
 
     async def _serve_stream(self, connection: GrpcConnection) -> Outcome:
+        # Of all requests of the stream, for its trailers.
+        whole = self._call(connection).account
+
         async def serve(message: Any, size: int, send: Send) -> None:
             call = self._call(connection)
             with self._observed(call, "generate"):
@@ -170,6 +173,8 @@ class GrpcCalls:
                         await self._infer_stream(call, message, send_counted)
 
                 failure = await self._attempt(call, answer)
+                if len(whole.ignored) <= MOST_IGNORED:
+                    whole.ignored.update(call.account.ignored)
                 if failure is not None:
                     await send_counted(_error_message(message.id, failure))
 
@@ -188,7 +193,9 @@ class GrpcCalls:
                     await stream.run()
             except NanoInferenceError as error:
                 failure = failure_of(error)
-        return failure, {} if failure is None else failure.trailers()
+        names = whole.ignored_names
+        trailers = {IGNORED_HEADER.lower(): names} if names else {}
+        return failure, trailers if failure is None else trailers | failure.trailers()
 
     async def _infer_stream(self, call: Call, message: Any, send: Send) -> None:
         """Send a model's responses to one request of a stream.

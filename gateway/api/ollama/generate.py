@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 
-from ....bus.public import CompletionChunk
-from ....config import NanoInferenceError
 from ....text.messages import ToolUse
 from ...call import Call
 from ...server.http import (
@@ -26,8 +23,8 @@ from ...serving.fields import ignore, read_part
 from ...serving.logprobs import TokenNames
 from ...serving.message_parts import MessageParts
 from ...serving.prepared import Prepared, about_tools, check_request, prepare
-from ...serving.samples import SampleChunks, stream_unsent
 from ...serving.services import Services
+from ...serving.streamed import streamed
 from .answers import Answer, AnswerWriter, without_tokens
 from .bodies import AnswerBody, ChatBody, GenerateBody
 from .errors import error_line
@@ -158,32 +155,20 @@ class AnswerCalls:
     def _streamed(
         self, call: Call, begun: BodyCall, writer: AnswerWriter, prepared: Prepared
     ) -> Response:
-        submissions, (asked,) = self._services.submissions, begun.requests
+        async def send_line(send: SendEvent, line: Answer) -> None:
+            await send(msgspec.json.encode(line))
 
-        async def produce(send: SendEvent) -> None:
-            async def tell(lines: Sequence[Answer]) -> None:
-                for line in lines:
-                    await send(msgspec.json.encode(line))
-
-            async def take(chunks: Sequence[CompletionChunk]) -> None:
-                await tell(writer.add(chunks))
-
-            try:
-                async with begun.attach() as attachment:
-                    with about_tools(prepared.reading):
-                        unsent = SampleChunks(take)
-                        completion = await stream_unsent(
-                            submissions, call, asked, unsent, attachment
-                        )
-            except NanoInferenceError as error:
-                if not stream.committed:
-                    raise
-                await tell([error_line(error)])
-                return
-            await tell(writer.end(completion))
-
-        stream = LineStream(produce, self._services.config.gateway.comment_s, writer.quiet())
-        return stream
+        comment_s = self._services.config.gateway.comment_s
+        return streamed(
+            self._services,
+            call,
+            begun,
+            writer,
+            prepared.reading,
+            stream_of=lambda produce: LineStream(produce, comment_s, writer.quiet()),
+            send_part=send_line,
+            failure=error_line,
+        )
 
 
 def _check_raw(fields: GenerateBody) -> None:

@@ -85,6 +85,7 @@ def _response_routes(responses: ResponseCalls) -> list[PolicyRoute]:
         route("GET ", upgrade),
         route("POST /input_tokens", responses.input_tokens),
         route("POST /compact", responses.compact),
+        route("POST /render", responses.render),
         route("GET /{response_id}", responses.retrieve),
         route("DELETE /{response_id}", responses.delete),
         route("POST /{response_id}/cancel", responses.cancel),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -18,6 +18,7 @@ from ....bus.public import (
     FinishReason,
     Output,
     Usage,
+    VersionLag,
     mask_ids,
 )
 from ....bus.routed_experts import experts_of_sample
@@ -35,11 +36,12 @@ from ...serving.logprobs import (
 from ...serving.message_parts import MessageParts, NewParts, TokenRecord, records_of
 from ...serving.samples import all_samples, session_usage
 from ...serving.times import time_usage
+from ...serving.token_images import ranges_of
 from ...serving.tokenizer import READING, Tokenizer, matched_stop
 from ...serving.tools import tool_call
+from .custom_tools import custom_call
 from .positions import FINISHED, UNBEGUN
 from .requests import ChoicesCall, Prompt
-from .token_images import ranges_of
 
 Answer = dict[str, Any]
 
@@ -189,6 +191,10 @@ class ChoicesWriter:
         """The field of a message that has the reasoning; "" where it is not shown."""
         return self.call.reasoning_field if self.call.include_reasoning else ""
 
+    def message(self, deltas: Sequence[Delta], *, whole: bool) -> Answer:
+        """Write deltas of a message as the delta of one chunk, or as the whole message."""
+        return message_of(deltas, self.shown_reasoning, self.call.custom_tools, whole=whole)
+
     def echoed(self, prompt: int) -> str:
         """Return the text before a choice's own."""
         if not self.call.echo:
@@ -291,6 +297,7 @@ class Choice:
         self._skipped: list[TokenRecord] = []
         self._skips_prompt = after != UNBEGUN
         self._reason: str | None = None
+        self._lag: VersionLag | None = None
         self._stopped_by: int | str | None = None
         self._scored_prompt: list[TokenRecord] = []
         self.waits_for_prompt = call.echo and call.logprobs is not None and not whole
@@ -345,6 +352,7 @@ class Choice:
             matched = matched_stop(sample, call.sampling, self._answers.tokenizer)
             own = isinstance(matched, str) or matched in call.sampling.stop_token_ids
             self._stopped_by = matched if own else None
+        self._lag = sample.version_lag
         self._add(self._parts.end(sample), sample.finish_reason)
 
     def role(self) -> Answer:
@@ -366,9 +374,9 @@ class Choice:
         choice: Answer = {"index": self.index}
         if call.chat and self._whole:
             deltas = [Delta(content=call.before), *(deltas or [Delta(content=text)])]
-            choice["message"] = message_of(deltas, answers.shown_reasoning, whole=True)
+            choice["message"] = answers.message(deltas, whole=True)
         elif call.chat and call.reading is not None:
-            choice["delta"] = message_of(deltas, answers.shown_reasoning, whole=False)
+            choice["delta"] = answers.message(deltas, whole=False)
         elif call.chat:
             choice["delta"] = {"content": text} if text or reason is None else {}
         elif call.kind == "completions":
@@ -379,12 +387,15 @@ class Choice:
             choice["stop_reason"] = self._stopped_by
         if self._whole and call.kind != "generate":
             choice["token_ids"] = None
+        if self._whole and self._lag is not None:
+            choice["version_lag"] = msgspec.to_builtins(self._lag)
         if call.token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
-        if call.sampling.return_sampling_mask:
-            choice["sampling_mask"] = [mask_ids(token.mask or b"") for token in tokens]
+        masks = [token.mask for token in tokens if token.mask is not None]
+        if call.sampling.return_sampling_mask and len(masks) == len(tokens):
+            choice["sampling_mask"] = [*map(mask_ids, masks)]
         if call.fields.return_weight_versions:
             as_text = call.kind == "generate"
             choice["weight_versions"] = version_spans(tokens, self._sent_tokens, as_text=as_text)
@@ -459,11 +470,18 @@ class Choice:
         self.finished = True
 
 
-def message_of(deltas: Sequence[Delta], reasoning_field: str, *, whole: bool) -> Answer:
+def message_of(
+    deltas: Sequence[Delta],
+    reasoning_field: str,
+    custom_tools: Collection[str] = (),
+    *,
+    whole: bool,
+) -> Answer:
     """Write deltas of a chat's message as the delta of one chunk, or as the whole message.
 
     Args:
         reasoning_field: "" where the reasoning is not shown.
+        custom_tools: Names of custom tools, of whose calls the input is shown.
     """
     reasoning = "".join(delta.reasoning for delta in deltas)
     content = "".join(delta.content for delta in deltas)
@@ -480,7 +498,12 @@ def message_of(deltas: Sequence[Delta], reasoning_field: str, *, whole: bool) ->
         message["content"] = content
     if calls:
         message["tool_calls"] = [
-            ({} if whole else {"index": call.place}) | tool_call(call.id, call.name, call.arguments)
+            ({} if whole else {"index": call.place})
+            | (
+                custom_call(call.id, call.name, call.arguments)
+                if call.name in custom_tools
+                else tool_call(call.id, call.name, call.arguments)
+            )
             for call in calls
         ]
     return message

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from ....bus.public import FinishReason, Fork, KVSession, SessionAction
+from ....bus.public import FinishReason, Fork, KVSession, OnVersionLag, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING
-from .token_images import ContentPart, Features
+from ...serving.token_images import ContentPart, Features
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -99,6 +99,29 @@ class ImageUrlPart(msgspec.Struct, frozen=True):
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
+class FilePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A text file in a message of a response (`input_file`), or within a chat's part (`file`)."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS | {"detail": _ONE_RESOLUTION}
+    REFUSED: ClassVar = dict.fromkeys(
+        ("file_id", "file_url"), RefusedField("no files are kept or fetched; give file_data")
+    )
+
+    file_data: str
+    filename: str = ""
+
+
+class ChatFilePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A text file in a message of a chat."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS
+
+    type: Literal["file"]
+    file: FilePart
+
+
 class RefusalPart(msgspec.Struct, frozen=True):
     """A part of a message that was refused."""
 
@@ -137,6 +160,8 @@ class StreamedBody(RequestBody, frozen=True, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     return_weight_versions: bool = False
     kv_session: KVSession | None = None
+    max_version_lag: Int64 | None = None
+    on_version_lag: OnVersionLag = "flag"
 
 
 class TextBody(StreamedBody, frozen=True, kw_only=True):
@@ -295,15 +320,25 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
+class CalledCustom(msgspec.Struct, frozen=True, kw_only=True):
+    """A custom tool's name with its input."""
+
+    OPEN: ClassVar = True
+
+    name: str
+    input: str
+
+
 class CalledTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call, as clients' libraries hand it back."""
 
     OPEN: ClassVar = True
     NEUTRAL: ClassVar = CACHE_MARKS | dict.fromkeys(("extra_content", "index"), _ANSWERED)
 
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
 
 
 class Thought(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from ...serving.submissions import Take
 from .answers import Answer, ChoicesWriter
 from .bodies import ChatBody
 from .errors import as_openai
-from .messages import conversation_of, tool_use
+from .messages import conversation_of, custom_names, tool_use
 from .positions import Position, answer_of, read_position
 from .requests import ChoicesCall, ChoicesRecord, Prompt, read_chat, read_completion, read_generate
 from .streams import Chunks
@@ -61,19 +61,29 @@ class _RunningChoices(NamedTuple):
 
 async def prepared_chat(
     call: Call, services: Services, wanted: ChoicesCall, fields: ChatBody
-) -> Prepared:
-    """Prepare a chat; as `prepare`."""
+) -> tuple[ChoicesCall, Prepared]:
+    """Prepare a chat; as `prepare`. Return the call with what was derived of it."""
     budget_param, budget = fields.budget
-    return await prepare(
+    conversation = conversation_of(fields)
+    # The reading of custom tools' grammars takes the format.
+    form = await services.templates.form(wanted.template, call.tenant) if fields.tools else None
+    prepared = await prepare(
         call,
         services,
-        conversation_of(fields),
-        tool_use(fields),
+        conversation,
+        tool_use(fields, form),
         wanted.sampling,
         reasoning_budget=budget,
         budget_param=budget_param,
         separates_reasoning=fields.separate_reasoning,
     )
+    wanted = msgspec.structs.replace(
+        wanted,
+        sampling=prepared.sampling,
+        reading=prepared.reading,
+        custom_tools=custom_names(fields.tools),
+    )
+    return wanted, prepared
 
 
 def check_whole(wanted: ChoicesCall) -> None:
@@ -136,10 +146,7 @@ class GenerationCalls:
         if asked.key is None:
             # Errors of the conversation would otherwise come first.
             await services.served.check(fields.model, call.caller)
-        prepared = await prepared_chat(call, services, wanted, fields)
-        wanted = msgspec.structs.replace(
-            wanted, sampling=prepared.sampling, reading=prepared.reading
-        )
+        wanted, prepared = await prepared_chat(call, services, wanted, fields)
         return await self._answer(asked, wanted, [prepared.prompt], prepared.images)
 
     async def tokens(self, call: Call) -> Response:

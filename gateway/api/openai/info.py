@@ -86,7 +86,9 @@ class ModelInfoCalls:
             raise FieldError("give exactly one of prompt and messages", param="prompt")
         tokenizer, max_model_len = await self._tokenizer.required(), await self._length.get()
         if body.prompt is None:
-            conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
+            conversation = conversation_of(body)
+            form = await self._services.templates.form(conversation.template, call.tenant)
+            conversation = replace(conversation, tools=chat_tools(body.tools, form))
             tenant = call.tenant
             token_ids = await conversation_tokens(self._services, conversation, tenant)
         else:

@@ -13,16 +13,20 @@ import msgspec
 from ....config import shown
 from ....text.conversation import arguments_of as called_with
 from ....text.conversation import check_results
-from ....text.messages import Tool, ToolUse, tool_of, tools_of
+from ....text.messages import MessageFormat, Tool, ToolUse, tool_of, tools_of
 from ...server.http import field_error
 from ...serving.chat_templates import Conversation, Reasoning, Turn, reasoning_of_effort
+from ...serving.documents import tagged, text_of_file
 from ...serving.fields import read_part
 from ...serving.images import content_of as joined_content
 from ...serving.images import image_part, of_url, sources_in, text_part, unsupported_here
 from ...serving.tools import tool_call, tool_use_of, with_allowed, with_named
 from .bodies import (
     CACHE_MARKS,
+    CalledFunction,
     ChatBody,
+    ChatFilePart,
+    FilePart,
     ImageUrlPart,
     OpenAIMessage,
     RefusalPart,
@@ -30,6 +34,7 @@ from .bodies import (
     Thought,
     TokenizeBody,
 )
+from .custom_tools import INPUT, CustomFormat, custom_tool
 
 _IMAGES = frozenset({"image_url", "input_image"})
 THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_text"})
@@ -179,7 +184,7 @@ def content_of(
         thoughts: Gets the parts with reasoning; None if there may be none.
 
     Raises:
-        FieldError: A part is neither text nor an image.
+        FieldError: A part is none of text, a text file and an image.
     """
     if isinstance(content, str):
         return content
@@ -195,21 +200,35 @@ def content_of(
         elif isinstance(kind, str) and kind in _IMAGES:
             url = read_part(part, ImageUrlPart, param).url
             parts.append(image_part(of_url(url, f"{param}.image_url")))
+        elif kind == "file":
+            parts += _file(read_part(part, ChatFilePart, param).file, f"{param}.file")
+        elif kind == "input_file":
+            parts += _file(read_part(part, FilePart, param), param)
         else:
             raise field_error(
                 param,
-                f": a part of type {shown(kind)} is not supported here; send text or images",
+                f": a part of type {shown(kind)} is not supported here; send text, text files or "
+                "images",
                 code="unsupported",
             )
     return joined_content(parts)
 
 
+def _file(file: FilePart, where: str) -> list[dict[str, Any]]:
+    text = text_of_file(file.file_data, f"{where}.file_data")
+    return tagged("document", {"title": file.filename}, [text_part(text)])
+
+
 def _calls_of(message: OpenAIMessage, where: str) -> list[dict[str, Any]]:
     """Return the tool calls of a message, with their arguments as objects."""
-    calls = [
-        (call.id, call.function, f"{where}.tool_calls[{place}].function")
-        for place, call in enumerate(message.tool_calls or ())
-    ]
+    calls: list[tuple[str | None, CalledFunction, str]] = []
+    for place, call in enumerate(message.tool_calls or ()):
+        param, called = f"{where}.tool_calls[{place}]", call.function
+        if call.custom is not None:
+            called = CalledFunction(name=call.custom.name, arguments={INPUT: call.custom.input})
+        elif called is None:
+            raise field_error(param, "has no 'function'; give it with its name and arguments")
+        calls.append((call.id, called, f"{param}.function"))
     if message.function_call is not None and not calls:
         calls.append((None, message.function_call, f"{where}.function_call"))
     # Without additions of clients' libraries, which templates would write out.
@@ -231,7 +250,7 @@ def arguments_of(given: str | dict[str, Any] | None, param: str) -> dict[str, An
         raise field_error(param, "must be an object, as JSON") from None
 
 
-_CHOICE = "tool_choice"
+_CHOICE, _CUSTOM = "tool_choice", "custom"
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,6 +286,41 @@ class FlatTool(Function, frozen=True, kw_only=True):
         return self
 
 
+class NestedGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """A grammar of a custom tool's input."""
+
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class NestedCustomFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of a custom tool's input, in a chat."""
+
+    type: Literal["text", "grammar"]
+    grammar: NestedGrammar | None = None
+
+
+class CustomFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A custom tool of a chat."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS
+
+    name: str
+    description: str | None = None
+    format: NestedCustomFormat | None = None
+
+
+class NestedCustom(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of a chat that takes a text."""
+
+    OPEN: ClassVar = True
+    NEUTRAL: ClassVar = CACHE_MARKS
+
+    type: Literal["custom"]
+    custom: CustomFields
+
+
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A function in a choice, by its name. Its parameters stand in the call's tools."""
 
@@ -275,6 +329,15 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     )
 
     name: str
+
+
+class NamedCustom(msgspec.Struct, frozen=True, kw_only=True):
+    """A custom tool in a chat's choice."""
+
+    OPEN: ClassVar = True
+
+    type: Literal["custom"]
+    custom: NamedFunction
 
 
 class NestedNamed(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,7 +369,7 @@ class NestedAllowed(msgspec.Struct, frozen=True, kw_only=True):
     """Some of a chat's tools."""
 
     mode: Literal["auto", "required"]
-    tools: list[NestedNamed]
+    tools: list[dict[str, Any]]
 
 
 class NestedChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -329,16 +392,22 @@ _NESTED = _Form(NestedTool, NestedNamed, ".type", ".function")
 _FLAT = _Form(FlatTool, FlatNamed, "", "")
 
 
-def chat_tools(given: list[dict[str, Any]]) -> tuple[Tool, ...]:
+def chat_tools(given: list[dict[str, Any]], form: MessageFormat | None) -> tuple[Tool, ...]:
     """Read the tools of a chat.
 
+    Args:
+        form: The model's message format, which may enforce the inputs of custom tools.
+
     Raises:
-        FieldError: A tool is not a function, or its name or schema is invalid.
+        FieldError: A tool is neither a function nor a custom tool, or its name, schema or format is
+            invalid.
     """
-    return tools_of(
-        (f"tools[{place}]{_form_of(tool).function}", _tool(tool, f"tools[{place}]"))
-        for place, tool in enumerate(given)
-    )
+    return tools_of(_tool(tool, f"tools[{place}]", form) for place, tool in enumerate(given))
+
+
+def custom_names(given: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the names of the custom tools among a chat's, which `chat_tools` has read."""
+    return tuple(tool["custom"]["name"] for tool in given if tool.get("type") == _CUSTOM)
 
 
 def _form_of(given: Any) -> _Form:
@@ -346,13 +415,16 @@ def _form_of(given: Any) -> _Form:
     return _FLAT if "name" in given and "function" not in given else _NESTED
 
 
-def tool_use(fields: ChatBody) -> ToolUse:
+def tool_use(fields: ChatBody, form: MessageFormat | None) -> ToolUse:
     """Read which tools a model may, or has to, call.
+
+    Args:
+        form: As for `chat_tools`.
 
     Raises:
         FieldError: As `chat_tools`, or the choice is invalid.
     """
-    use = ToolUse(tools=chat_tools(fields.tools), parallel=fields.parallel_tool_calls)
+    use = ToolUse(tools=chat_tools(fields.tools, form), parallel=fields.parallel_tool_calls)
     match choice := fields.tool_choice:
         case None:
             return use
@@ -361,32 +433,50 @@ def tool_use(fields: ChatBody) -> ToolUse:
         case {"type": "none" | "auto" | "required"}:
             mode = read_part(choice, ChoiceMode, _CHOICE).type
             return tool_use_of(use.tools, mode, parallel=use.parallel)
-        case {"type": "function"}:
-            form = _form_of(choice)
-            named = read_part(choice, form.named, _CHOICE).function.name
-            return with_named(use, named, f"{_CHOICE}{form.function}.name")
+        case {"type": "function" | "custom"}:
+            assert isinstance(choice, dict)
+            param, named = _named(choice, _CHOICE)
+            return with_named(use, named, param)
         case {"type": "allowed_tools"}:
             allowed = read_part(choice, NestedChoice, _CHOICE).allowed_tools
             where = f"{_CHOICE}.allowed_tools.tools"
-            names = [
-                (f"{where}[{place}].function.name", tool.function.name)
-                for place, tool in enumerate(allowed.tools)
-            ]
+            names = [_named(tool, f"{where}[{place}]") for place, tool in enumerate(allowed.tools)]
             return with_allowed(use, allowed.mode, names, _CHOICE)
     raise field_error(
-        _CHOICE, f"is {shown(choice)}; it may be none, auto, required, a function or allowed_tools"
+        _CHOICE,
+        f"is {shown(choice)}; it may be none, auto, required, a function, a custom tool or "
+        "allowed_tools",
     )
 
 
-def _tool(given: dict[str, Any], where: str) -> Tool:
+def _named(given: dict[str, Any], where: str) -> tuple[str, str]:
+    """Return the name of a tool in a choice, after its path."""
+    if given.get("type") == _CUSTOM:
+        return f"{where}.custom.name", read_part(given, NamedCustom, where).custom.name
     form = _form_of(given)
-    if (kind := given.get("type")) != "function":
-        param = f"{where}{form.kind}"
+    return f"{where}{form.function}.name", read_part(given, form.named, where).function.name
+
+
+def _tool(given: dict[str, Any], where: str, form: MessageFormat | None) -> tuple[str, Tool]:
+    """Return a tool, after the path of its fields."""
+    if (kind := given.get("type")) == _CUSTOM:
+        custom = read_part(given, NestedCustom, where).custom
+        where, wanted = f"{where}.custom", None
+        if custom.format is not None and custom.format.grammar is not None:
+            grammar = custom.format.grammar
+            wanted = CustomFormat(
+                type=custom.format.type, syntax=grammar.syntax, definition=grammar.definition
+            )
+        inner = f"{where}.format.grammar"
+        return where, custom_tool(custom.name, custom.description or "", wanted, inner, form)
+    shape = _form_of(given)
+    if kind != "function":
         raise field_error(
-            param,
-            f": a tool of type {shown(kind)} is not supported here; give tools of the type "
-            "'function', which you call yourself",
+            f"{where}{shape.kind}",
+            f": a tool of type {shown(kind)} is not supported here; give tools of the types "
+            "'function' and 'custom', which you call yourself",
             code="unsupported",
         )
-    function = read_part(given, form.tool, where).function
-    return tool_of(function.name, function.description, function.parameters, function.strict)
+    function = read_part(given, shape.tool, where).function
+    tool = tool_of(function.name, function.description, function.parameters, function.strict)
+    return f"{where}{shape.function}", tool

@@ -19,21 +19,17 @@ from ....bus.public import (
     TokenLogprob,
     Usage,
 )
-from ....config import Constraint, RequestError, SamplingParams
 from ...call import Call
 from ...server.http import FieldError, JsonResponse, Response, connected, field_error, read_object
 from ...serving.fields import Body, read_part
-from ...serving.prepared import check_request, tokens_of
-from ...serving.sampling_fields import VLLM
+from ...serving.rendered import rendered
 from ...serving.services import Services
 from ...serving.tokenizer import READING, Tokenizer, first_stop, free_of_stops, is_stop_token
 from .answers import Answer, ChoicesWriter, usage_of
 from .bodies import DerenderChatBody, DerenderTextBody, Generated, GeneratedChoice
 from .generate import check_whole, prepared_chat, prompts_cut
 from .requests import ChoicesCall, Prompt, read_chat, read_completion
-from .token_images import features_of
 
-_DEFAULTS = SamplingParams()
 _TOKEN = "token_id:"
 
 
@@ -106,8 +102,7 @@ class RenderCalls:
         services = self._services
         wanted, fields = read_chat(body, services.config, await services.length.get())
         await services.served.check(fields.model, call.caller)
-        prepared = await prepared_chat(call, services, wanted, fields)
-        wanted = replace(wanted, sampling=prepared.sampling, reading=prepared.reading)
+        wanted, prepared = await prepared_chat(call, services, wanted, fields)
         if prepared.images:
             check_whole(wanted)
             return wanted, prepared.prompt, prepared.images
@@ -123,35 +118,18 @@ class RenderCalls:
         prompt: Prompt,
         images: tuple[ImageInput, ...] = (),
     ) -> Answer:
-        services, features = self._services, None
-        if images:
-            tokens = await tokens_of(services, prompt, images, call.tenant)
-            prompt, places = await services.images.located(
-                services.tokenizer, tokens, images, call.tenant
-            )
-            features = features_of(images, places)
-        elif isinstance(prompt, str):
-            prompt = await services.tokenizer.token_ids(
-                prompt, add_special=wanted.add_special_tokens
-            )
-        asked = wanted.request(place, prompts, prompt, call.tenant, images)
-        request = await check_request(services, asked)
-        fields = wanted.fields
+        services = self._services
         name = wanted.named or wanted.id
-        rendered: Answer = {
-            "request_id": name if prompts == 1 else f"{name}-{place}",
-            "model": wanted.model,
-            "token_ids": prompt,
-            "features": features,
-            "sampling_params": sampling_written(request.sampling, wanted),
-            "stream": fields.stream,
-            "stream_options": fields.stream_options if fields.stream else None,
-            "cache_salt": fields.cache_salt or None,
-            "priority": fields.priority,
-        }
-        if fields.kv_session is not None:
-            rendered["kv_session"] = fields.kv_session
-        return rendered
+        found = await rendered(
+            services,
+            wanted.request(place, prompts, prompt, call.tenant, images),
+            wanted.model,
+            name=name if prompts == 1 else f"{name}-{place}",
+            logprobs=wanted.logprobs,
+        )
+        if wanted.fields.stream:
+            found["stream_options"] = wanted.fields.stream_options
+        return found
 
     async def _answer(
         self,
@@ -226,46 +204,6 @@ class RenderCalls:
                     f"holds an id that is none; the tokenizer's are 0 to {most}",
                     code="invalid_token_ids",
                 )
-
-
-# --- there ------------------------------------------------------------------------------------
-
-
-def sampling_written(sampling: SamplingParams, wanted: ChoicesCall) -> dict[str, Any]:
-    """Return the `sampling_params` that `/inference/v1/generate` reads as these."""
-    given: dict[str, Any] = {"n": wanted.n, "max_tokens": sampling.max_tokens}
-    for name, own in VLLM.items():
-        value = getattr(sampling, own)
-        if value != getattr(_DEFAULTS, own) and own != "logprobs":
-            given[name] = sorted(value) if isinstance(value, frozenset) else value
-    if wanted.logprobs is not None:
-        given["logprobs"] = wanted.logprobs
-    if sampling.constraint is not None:
-        given["structured_outputs"] = _written(sampling.constraint)
-    return given
-
-
-def _written(constraint: Constraint) -> dict[str, Any]:
-    """Return a constraint by vLLM's names.
-
-    Raises:
-        RequestError: unsupported: its grammar would be read in another form.
-    """
-    found = {
-        "json": constraint.json_schema,
-        "json_object": constraint.json_object or None,
-        "regex": constraint.regex,
-        "choice": constraint.choice,
-        "grammar": constraint.gbnf or constraint.lark,
-    }
-    if constraint.lark is not None and "::=" in constraint.lark:
-        raise RequestError(
-            "the constraint is a grammar in Lark's form with '::=' in it, which "
-            "/inference/v1/generate would read in llama.cpp's form; leave '::=' out of schemas and "
-            "tools, or send the chat itself",
-            code="unsupported",
-        )
-    return {name: value for name, value in found.items() if value is not None}
 
 
 # --- and back ---------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from ...serving.fields import Body, engine_priority, ignore, read_part
 from ...serving.images import ImageSource
 from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
+from ...serving.token_images import images_of
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
-from .token_images import images_of
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -60,6 +60,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         places: Offset and length of the tokens of each image, in an answer that shows a prompt of
             tokens; None in any other.
         template: The call's own chat template, by which its messages are read.
+        custom_tools: Names of the custom tools that the model may call.
     """
 
     kind: Kind
@@ -85,6 +86,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
     fork: Fork | None = None
     places: tuple[tuple[int, int], ...] | None = None
     template: str | None = None
+    custom_tools: tuple[str, ...] = ()
 
     @property
     def chat(self) -> bool:
@@ -141,6 +143,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             model=self.adapter or (self.model if forks else ""),
             prediction=self.prediction or None,
             kv_session=self.fields.kv_session,
+            max_version_lag=self.fields.max_version_lag,
+            on_version_lag=self.fields.on_version_lag,
             images=images,
             add_special_tokens=self.add_special_tokens and not images,
         )

@@ -50,6 +50,13 @@ class NamedConversation(msgspec.Struct, frozen=True, kw_only=True):
     id: str
 
 
+class CompactionRule(msgspec.Struct, frozen=True, kw_only=True):
+    """The most tokens of a prompt that is not compacted."""
+
+    type: Literal["compaction"]
+    compact_threshold: Int64 | None = None
+
+
 class ResponseBody(RequestBody, frozen=True, kw_only=True):
     """`/v1/responses`."""
 
@@ -64,7 +71,6 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
         | WHOLE
         | {
             "background_options": RefusedField("there is one speed; `priority` says more"),
-            "context_management": RefusedField("prompts are taken whole"),
             "moderation": MODERATION,
             "prompt": RefusedField("there are no prompts by name; send `input`"),
             "return_sampling_mask": RefusedField("ask `/v1/chat/completions`"),
@@ -87,6 +93,7 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     structured_outputs: dict[str, Any] = {}
     text: TextOptions = TextOptions()
     truncation: Literal["auto", "disabled"] = "disabled"
+    context_management: list[CompactionRule] = []
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None

@@ -81,8 +81,8 @@ def pull_weights(local: Path, base: Path, source: Path, target: int) -> int:
     """
     if target < 0:
         raise WeightsError(f"target_version is {target}; give 0 or more")
-    _check_own(local, base, source)
     try:
+        _check_own(local, base, source)
         with _locked(local):
             _finish(local)
             applied = _version_of(local)

@@ -313,7 +313,8 @@ def _prompt_calls(
                 max_tokens=params.max_tokens or 1,
                 logprobs=0 if scores_only else top,
                 prompt_logprobs=top if start >= 0 else None,
-                prompt_logprob_start=max(start, 0),
+                # Targets are scored after the first place; the prompt's own tokens from it on.
+                prompt_logprob_start=max(start if ids else start - 1, 0),
                 return_routed_experts=routes,
             ),
             stream=fields.stream,

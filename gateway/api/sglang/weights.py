@@ -44,6 +44,9 @@ _SELECTORS = ("all", "target")
 _UNPACKED_AT_ONCE = 1
 """Calls whose tensors are decoded, beside the event loop; each keeps a core busy. Others wait."""
 
+_PULLED_AT_ONCE = 1
+"""Pulls, which share a disk. Others wait."""
+
 _PIECE = 1 << 20
 """Characters of base64 that are decoded in one go, a multiple of 4: until that is done no other
 thread of Python runs, the event loop's neither."""
@@ -181,6 +184,7 @@ class WeightCalls:
         self._gateway = services.config.gateway
         self._sync = services.weight_sync
         self._unpacking = anyio.CapacityLimiter(_UNPACKED_AT_ONCE)
+        self._pulling = anyio.CapacityLimiter(_PULLED_AT_ONCE)
 
     async def init_group(self, call: Call) -> Response:
         body = await self._read(call, GroupBody)
@@ -232,7 +236,7 @@ class WeightCalls:
         base = self._services.config.engine.model_folder
         target = body.target_version
         pulling = anyio.to_thread.run_sync(
-            pull_weights, local, base, source, target, limiter=self._unpacking
+            pull_weights, local, base, source, target, limiter=self._pulling
         )
         return await _outcome(pulling, lambda _: f"version {target} is in {local}")
 

@@ -26,6 +26,7 @@ def vllm_routes(services: Services) -> list[PolicyRoute]:
         PolicyRoute("POST /init_weight_transfer_engine", "weights", weights.init_engine),
         PolicyRoute("POST /shutdown_weight_transfer_engine", "weights", weights.shut_down_engine),
         PolicyRoute("POST /init_broadcaster", "weights", weights.init_broadcaster),
+        PolicyRoute("POST /collective_rpc", "weights", weights.rpc),
         PolicyRoute("POST /start_weight_update", "weights", weights.start),
         PolicyRoute("POST /start_draft_weight_update", "weights", weights.start_draft),
         PolicyRoute("POST /update_weights", "weights", weights.update),

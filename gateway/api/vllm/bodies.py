@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -11,6 +11,8 @@ from ...serving.fields import RefusedField
 
 PACKED_BYTES = 1 << 30
 """The size of packed broadcasts, unless the trainer gives another."""
+
+_NAMED = {"model": "the gateway finds the model by it"}
 
 # As vLLM's `PauseMode`, without "retract".
 Mode = Literal["abort", "wait", "keep"]
@@ -24,7 +26,7 @@ _CUDA += "any code; use shared_memory, path, or a group"
 class PauseQuery(msgspec.Struct, frozen=True):
     """`/pause`, the query."""
 
-    NEUTRAL: ClassVar = {"clear_cache": _BY_ITSELF}
+    NEUTRAL: ClassVar = _NAMED | {"clear_cache": _BY_ITSELF}
 
     mode: Mode = "abort"
 
@@ -42,11 +44,15 @@ class AbortRequestsBody(msgspec.Struct, frozen=True):
 class WorldSizeQuery(msgspec.Struct, frozen=True):
     """`/get_world_size`, the query."""
 
+    NEUTRAL: ClassVar = _NAMED
+
     include_dp: bool = True
 
 
 class ServerInfoQuery(msgspec.Struct, frozen=True):
     """`/server_info` with `config_format`, the query."""
+
+    NEUTRAL: ClassVar = _NAMED
 
     config_format: Literal["text", "json"] = "text"
 
@@ -135,16 +141,29 @@ class CheckerBody(msgspec.Struct, frozen=True):
 
 
 class SleepQuery(msgspec.Struct, frozen=True):
-    """`/sleep`, the query."""
+    """`/sleep`, the query; `tags` is SkyRL's."""
+
+    NEUTRAL: ClassVar = _NAMED
 
     level: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
     mode: Mode = "abort"
+    tags: str = ""
+
+
+class RpcBody(msgspec.Struct, frozen=True):
+    """`/collective_rpc`: SkyRL's methods of a weight update."""
+
+    NEUTRAL: ClassVar = {"timeout": "a call ends with what it calls"}
+    REFUSED: ClassVar = {"args": RefusedField("arguments have names: give kwargs")}
+
+    method: str
+    kwargs: dict[str, Any] = {}
 
 
 class ResetQuery(msgspec.Struct, frozen=True):
     """`/reset_prefix_cache`, the query."""
 
-    NEUTRAL: ClassVar = {"reset_external": "tiers of KV are flushed with the cache"}
+    NEUTRAL: ClassVar = _NAMED | {"reset_external": "tiers of KV are flushed with the cache"}
     REFUSED: ClassVar = {
         "reset_running_requests": RefusedField("running requests keep their own KV"),
     }

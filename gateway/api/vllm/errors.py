@@ -12,6 +12,7 @@ PATHS = frozenset(
     (
         *("/pause", "/resume", "/is_paused", "/abort_requests", "/get_world_size", "/load"),
         *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/init_broadcaster"),
+        "/collective_rpc",
         *("/start_weight_update", "/start_draft_weight_update", "/update_weights"),
         *("/finish_weight_update", "/weight_info", "/weight_checker"),
         *("/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"),

@@ -33,6 +33,7 @@ from .bodies import (
     InitInfo,
     PauseQuery,
     ResetQuery,
+    RpcBody,
     SleepQuery,
     StartBody,
     UpdateBody,
@@ -43,6 +44,7 @@ GROUP = "weight_transfer"
 """The group's name if the trainer gives none: the prefix of its keys in the TCP store."""
 
 _TAGS = (*MEMORY_TAGS, "scheduling")
+_OF_LEVEL: tuple[tuple[MemoryTag, ...], ...] = ((), ("kv_cache",), MEMORY_TAGS)
 _UNPACKED_AT_ONCE = 1
 _NOTHING_OPEN = "no weight update is open; call start_weight_update first"
 
@@ -116,8 +118,30 @@ class WeightCalls:
             code="unsupported",
         )
 
+    async def rpc(self, call: Call) -> Response:
+        """Do what a method of SkyRL's workers does, of which the update's three are known."""
+        body = await self._read(call, RpcBody)
+        match body.method:
+            case "skyrl_start_weight_update":
+                await self._start(read_part(body.kwargs, StartBody, "kwargs"))
+            case "update_weights_nccl" | "update_weights_ipc" | "update_weights":
+                await self._take(read_part(body.kwargs, UpdateBody, "kwargs"))
+            case "skyrl_finish_weight_update":
+                await self._finish(read_part(body.kwargs, FinishBody, "kwargs"))
+            case other:
+                raise RequestError(
+                    f"method {shown(other)} runs code of a vLLM worker, which is not here; known "
+                    "ones are skyrl_start_weight_update, update_weights_nccl and "
+                    "skyrl_finish_weight_update",
+                    code="unsupported",
+                )
+        return JsonResponse({"results": [None]})
+
     async def start(self, call: Call) -> Response:
-        body = await self._read(call, StartBody)
+        await self._start(await self._read(call, StartBody))
+        return JsonResponse({"message": "Weight update started"})
+
+    async def _start(self, body: StartBody) -> None:
         try:
             await self._sync.open(drop=body.replace)
         except WeightsError as error:
@@ -128,7 +152,6 @@ class WeightCalls:
                 'with {"replace": true}',
                 code="weights_busy",
             ) from None
-        return JsonResponse({"message": "Weight update started"})
 
     async def start_draft(self, call: Call) -> Response:
         raise RequestError(
@@ -138,14 +161,18 @@ class WeightCalls:
 
     async def update(self, call: Call) -> Response:
         """Take a part of the open update; or prime-rl's folder, which is a whole update."""
-        found = await read_object(call, self._config.gateway.max_body_bytes)
+        found = await self._object(call)
         body = await anyio.to_thread.run_sync(read_part, found, UpdateBody, limiter=self._unpacking)
+        await self._take(body)
+        return JsonResponse({"status": "ok"} if body.weight_dir else {"message": "Weights updated"})
+
+    async def _take(self, body: UpdateBody) -> None:
         if (body.update_info is None) == (not body.weight_dir):
             raise RequestError("give update_info, or prime-rl's weight_dir")
         if body.weight_dir:
             label = None if body.step is None else str(body.step)
             await self._sync.take(FolderWeights(body.weight_dir), label, whole=True)
-            return JsonResponse({"status": "ok"})
+            return
         infos = body.update_info if isinstance(body.update_info, list) else [body.update_info]
         state = await self._sync.refresh()
         sources = [
@@ -163,21 +190,22 @@ class WeightCalls:
                 await self._sync.take(source, None, in_session=True)
             except NoSession:
                 raise WeightsError(_NOTHING_OPEN, code="no_weight_update") from None
-        return JsonResponse({"message": "Weights updated"})
 
     async def finish(self, call: Call) -> Response:
         """Put all parts in place in all executors. A repeated call returns the same."""
-        label = (await self._read(call, FinishBody)).weight_version
+        version = await self._finish(await self._read(call, FinishBody))
+        # Without parts there is nothing to change, and the version stays.
+        more: dict[str, Any] = {} if version is None else {"version": version}
+        return JsonResponse({"message": "Weight update finished", **more})
+
+    async def _finish(self, body: FinishBody) -> int | None:
         try:
-            version = await self._sync.close(label, again=True)
+            return await self._sync.close(body.weight_version, again=True)
         except NoSession as error:
             raise WeightsError(
                 error.message.replace("begin one first", "call start_weight_update first"),
                 code="no_weight_update",
             ) from None
-        # Without parts there is nothing to change, and the version stays.
-        more: dict[str, Any] = {} if version is None else {"version": version}
-        return JsonResponse({"message": "Weight update finished", **more})
 
     # --- memory -------------------------------------------------------------------------------
 
@@ -185,19 +213,16 @@ class WeightCalls:
         """Pause, then release memory: level 1 the KV cache, level 2 the weights as well."""
         await self._nothing(call)
         query = read_query(call, SleepQuery)
+        wanted = tags_of(call) or _OF_LEVEL[query.level]
         await self._sync.pause(query.mode, asleep=True)
-        tags: tuple[tuple[MemoryTag, ...], ...] = ((), ("kv_cache",), MEMORY_TAGS)
-        if tags[query.level]:
-            await self._sync.release_memory(tags[query.level])
+        if tags := [tag for tag in MEMORY_TAGS if tag in wanted]:
+            await self._sync.release_memory(tags)
         return JsonResponse({"status": "sleeping", "level": query.level})
 
     async def wake_up(self, call: Call) -> Response:
         """Take memory again, all or `tags`; with the last of it generation continues."""
         await self._nothing(call)
-        given = parse_qs(call.query_string.decode("latin-1")).get("tags")
-        for tag in given or ():
-            if tag not in _TAGS:
-                raise field_error("tags", f"is {shown(tag)}; give some of {', '.join(_TAGS)}")
+        given = tags_of(call)
         state = await self._sync.refresh()
         wanted = set(given or _TAGS)
         await self._sync.resume_memory(
@@ -233,7 +258,13 @@ class WeightCalls:
     # --- internals ----------------------------------------------------------------------------
 
     async def _read(self, call: Call, kind: type[B]) -> B:
-        return read_part(await read_object(call, self._config.gateway.max_body_bytes), kind)
+        return read_part(await self._object(call), kind)
+
+    async def _object(self, call: Call) -> dict[str, Any]:
+        """Return the body without its model, by which the gateway has found this one."""
+        found = await read_object(call, self._config.gateway.max_body_bytes)
+        found.pop("model", None)
+        return found
 
     async def _nothing(self, call: Call) -> None:
         await self._read(call, EmptyBody)
@@ -269,6 +300,19 @@ class WeightCalls:
             backend=backend,
             timeout_s=self._config.gateway.sync_timeout_s,
         )
+
+
+def tags_of(call: Call) -> list[str] | None:
+    """Return the `tags` of a call's query, which may come several times; None without.
+
+    Raises:
+        FieldError: One is unknown.
+    """
+    given = parse_qs(call.query_string.decode("latin-1")).get("tags")
+    for tag in given or ():
+        if tag not in _TAGS:
+            raise field_error("tags", f"is {shown(tag)}; give some of {', '.join(_TAGS)}")
+    return given
 
 
 def source_of(info: UpdateInfo, group: str, packed_bytes: int) -> WeightsSource:

@@ -266,6 +266,9 @@ class ChangesCore:
             case control.TellWeightVersion():
                 self._answer(ticket)
             case control.ChecksumWeights():
+                if self._is_busy:
+                    raise busy()
+                self.fetching = ticket  # no update changes them meanwhile
                 self._effects.append(do.Checksum(ticket))
             case control.ReleaseMemory(tags):
                 self._change_memory(do.BeginRelease(ticket, tags))

@@ -406,8 +406,8 @@ class StagedChanges:
             case do.Combine(_, _, tensors, origin, base):
                 prepared = await self._in_background(weights.prepare, tensors)
                 combined = do.Fetched(prepared, origin, weights.covers(prepared), base=base)
-                logged: do.Fetched = await self._in_background(self._weights.logged, combined)
-                return logged
+                whole: do.Fetched = await self._in_background(self._weights.logged, combined)
+                return whole
             case do.Check(_, update, fetched):
                 await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):
@@ -427,13 +427,15 @@ class StagedChanges:
                 return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
-            case do.ReadLogged(_, update, logged):
-                about = logged, update.version
+            case do.ReadLogged(_, update, place):
+                about = place, update.version
                 logged_again: do.Fetched = await self._in_background(self._weights.recover, *about)
                 return logged_again
             case do.Checksum():
-                checksums: dict[str, str] = await self.on_torch(weights.checksums)
-                return checksums
+                from ..runner.weights.in_place import checksums
+
+                found: dict[str, str] = await self._in_background(checksums, weights)
+                return found
             case do.MoveExperts(_, owners):
                 await self.on_torch(move_experts, self.executor.find(Experts), owners)
             case do.BeginRelease(_, tags):

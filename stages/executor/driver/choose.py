@@ -23,6 +23,7 @@ from ....bus.parts.columns import (
     Columns,
     columns_of,
 )
+from ....config import EngineConfig
 from ..runner.interface import IntArray
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
@@ -75,6 +76,11 @@ class TokenChooser(NamedTuple):
     kernels: bool
     most_in_mask: int = 0
     reports: bool = True
+
+    @classmethod
+    def of(cls, table: SequenceTable, config: EngineConfig, *, kernels: bool) -> TokenChooser:
+        """Return the chooser of the settings."""
+        return cls(table, config.logprobs_mode == "raw", kernels, config.max_sampling_mask)
 
     def choose(
         self, model_logits: Tensor, places: Places, masks: PendingMasks | None = None

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import TopLogprobs
-from ....bus.parts.scoring import PromptScores, TargetLogprobs
-from ....bus.steps import PromptLogprobs
+from ....bus.parts.scoring import PromptLogprobs, PromptScores, TargetLogprobs
 from ..runner.interface import IntArray
 from .logprobs import gather_logprobs, report_top_logprobs, top_token_ids
 from .sequences import SequenceTable

@@ -21,14 +21,9 @@ from ....bus.control import Cancel
 from ....bus.parts.columns import NO_COLUMNS, Columns
 from ....bus.parts.images import PromptMedia
 from ....bus.parts.scoring import PromptScores
+from ....bus.parts.speculation import VerifiedDraft
 from ....bus.sections import Section
-from ....bus.steps import (
-    AUDIT_SEQ_ID,
-    NewSequence,
-    StartedSequence,
-    StepPlan,
-    VerifiedDraft,
-)
+from ....bus.steps import AUDIT_SEQ_ID, NewSequence, StartedSequence, StepPlan
 from ....bus.times import StepTimes
 from ..runner.interface import (
     IntArray,

@@ -152,6 +152,17 @@ class WeightChanges(Part):
         if self.log is not None and fetched.prepared is not None:
             self.log.commit(fetched.prepared, version)
 
+    def put(self, fetched: Fetched, version: int | None, *, partial: bool, blocking: bool) -> int:
+        """Stage fetched weights, or put them in place at once; return their version.
+
+        Raises:
+            WeightsError: As `WeightSyncManager.start_sync` and `maybe_finish_sync`.
+        """
+        manager, is_partial = self.manager, partial or fetched.base is not None
+        self.commit(fetched, manager.check_version(version))
+        sync = manager.sync_blocking if blocking else manager.start_sync
+        return sync(fetched.tensors, version, partial=is_partial, base=fetched.base)
+
     def _fetch(self, update: UpdateWeights) -> Fetched:
         from ..runner.weights.conversion import PartsMissing
         from ..runner.weights.transports import fetch, fetch_each

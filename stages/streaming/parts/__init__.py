@@ -7,10 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ....bus.control import Cancel
+from ....bus.messages import RequestOpened
 from ....bus.public import CompletionChunk
+from ....bus.sections import name_of
 from ....bus.steps import StartedSequence
 from ....config import Config
 from ...parts import Part as BasePart
+from ...parts import Parts
 
 if TYPE_CHECKING:
     from ..deliveries import Deliveries, Ending
@@ -48,13 +51,10 @@ class Part(BasePart):
     def stepped(self, step: Step) -> None:
         """All sequences of a step have started; tokens follow."""
 
-    def cut(self, step: Step) -> Iterable[tuple[Sample, bool]]:
-        """Return running samples that get none of a step's tokens: each ends with the tokens that
-        it has, as "abort", or, with True, begins anew from its prompt."""
+    def cut(self, step: Step, deliveries: Deliveries) -> Iterable[Sample]:
+        """Return running samples that get none of a step's tokens: with a finish reason they end,
+        without one they stop, and another sequence of theirs starts later. Halts are the part's."""
         return ()
-
-    def retracted(self, sample: Sample, step: Step) -> None:
-        """A sample is about to begin anew: its tokens are dropped."""
 
     def read(self, section: Any, step: Step) -> Iterable[Sample]:
         """Absorb a section of the part; return samples that end with it."""
@@ -105,11 +105,17 @@ WANTED = {"ForkedAt": "forks:Forks", "VersionLagLimit": "version_lag:VersionLags
 Their hooks run after those of other parts."""
 
 
-def make_wanted(section: str) -> Part:
-    """Return the part that a section of a RequestOpened needs; KeyError if it needs none."""
-    module, _, name = WANTED[section].partition(":")
-    made: Part = getattr(import_module(f".{module}", __name__), name)()
-    return made
+class StreamingParts(Parts[Part]):
+    """The parts of a core, some of which are made when they are needed."""
+
+    def make_for(self, opened: RequestOpened) -> None:
+        """Make the parts that a request needs."""
+        for section in opened.parts:
+            if (made_by := WANTED.get(name_of(section))) is not None:
+                module, _, name = made_by.partition(":")
+                kind: type[Part] = getattr(import_module(f".{module}", __name__), name)
+                if self.find(kind) is None:
+                    self.use((*self.all, kind()))
 
 
 def make_parts(config: Config, now_ns: int) -> list[Part]:

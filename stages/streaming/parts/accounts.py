@@ -21,10 +21,10 @@ import msgspec
 from ....bus.control import Cancel
 from ....bus.messages import RequestOpened
 from ....bus.parts.accounts import RequestTimes
-from ....bus.parts.speculation import DraftsResult
+from ....bus.parts.speculation import DraftsResult, VerifiedDraft
 from ....bus.parts.tiers import FetchedBlocks
 from ....bus.public import CompletionChunk
-from ....bus.steps import StartedSequence, VerifiedDraft
+from ....bus.steps import StartedSequence
 from ....bus.times import CAUSES, NO_TIMES, Break, Cause, StepTimes
 from ..deliveries import Deliveries, Ending
 from ..samples import RequestState, Sample
@@ -544,11 +544,10 @@ class TimeAccounts(Part):
         end_ns = sample.request.step_end_ns
         sample.request.notes[self].ended(sample.index, end_ns, deliveries.now_ns)
 
-    def retracted(self, sample: Sample, step: Step) -> None:
-        sample.request.notes[self].left(sample.index, "weights", step.now_ns)
-
     def stopped(self, sample: Sample) -> None:
         self._fresh.discard(sample.seq_id)
+        if sample.retracted:
+            sample.request.notes[self].left(sample.index, "weights", self._now_ns)
 
     def completed(
         self, request: RequestState | None, cancel: Cancel | None, ending: Ending

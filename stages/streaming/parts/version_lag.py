@@ -43,7 +43,7 @@ class VersionLags(Part):
             if sample.token_ids:
                 self._resumed.append(sample)
 
-    def cut(self, step: Step) -> Iterable[tuple[Sample, bool]]:
+    def cut(self, step: Step, deliveries: Deliveries) -> Iterable[Sample]:
         newest, resumed = step.result.weight_version, self._resumed
         if newest == self._newest.get(step.replica) and not resumed:
             return ()
@@ -56,19 +56,37 @@ class VersionLags(Part):
             for sample, limited in self._running.items()
             if limited.replica == step.replica and (changed or sample in resumed)
         ]
-        return [
-            (sample, limit.beyond == "retract")
+        beyond = [
+            sample
             for sample, limit in about
             if limit.beyond != "flag" and _lag(sample, newest) > limit.most
         ]
+        return self._cut(beyond, deliveries)
 
-    def retracted(self, sample: Sample, step: Step) -> None:
-        self._retractions[sample] = self._retractions.get(sample, 0) + 1
+    def _cut(self, samples: Iterable[Sample], deliveries: Deliveries) -> Iterable[Sample]:
+        """Yield each sample once it has its end: with the last one its request ends."""
+        for sample in samples:
+            deliveries.halts.append(sample.seq_id)
+            request = sample.request
+            if self._running[sample].limit.beyond == "retract":
+                sample.retracted = True
+                deliveries.retracted.setdefault(request.key, []).append(sample.index)
+            else:
+                text = sample.abort()
+                if request.info.stream:
+                    chunk = sample.chunk(len(sample.token_ids), text)
+                    deliveries.add(request.info.request_id, chunk)
+            yield sample
 
     def finished(self, sample: Sample, unused: int, deliveries: Deliveries) -> None:
         self.stopped(sample)
 
     def stopped(self, sample: Sample) -> None:
+        if sample.retracted:
+            del self._running[sample]
+            self._retractions[sample] = self._retractions.get(sample, 0) + 1
+            sample.begin_anew()
+            return
         limited = self._running.pop(sample, None)
         if limited is not None:
             newest = self._newest.get(limited.replica, 0)

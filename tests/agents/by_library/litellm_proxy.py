@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import httpx
 from files import read_file, write_file
+from litellm_server import LIMIT_S, running_proxy
 from openai import OpenAI
 
-LIMIT_S = 120
 TOOLS = {"write_file": write_file, "read_file": read_file}
 PATH = {"type": "string"}
 SCHEMAS = {
@@ -85,40 +81,13 @@ def message(proxy: str, prompt: str) -> str:
         history.append({"role": "user", "content": results})
 
 
-def wait_until_ready(proxy: str, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(LIMIT_S):
-        assert process.poll() is None
-        try:
-            if httpx.get(f"{proxy}/health/liveliness").status_code == 200:
-                return
-        except httpx.ConnectError:
-            pass
-        time.sleep(1)
-    raise AssertionError("the proxy never became ready")
-
-
 def main(url: str, prompt: str) -> None:
     params = {"model": "openai/scripted", "api_base": f"{url}/v1", "api_key": "none"}
-    settings = {
-        "model_list": [{"model_name": "scripted", "litellm_params": params}],
-        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
-    }
-    Path("proxy.yaml").write_text(json.dumps(settings))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    program = str(Path(sys.executable).parent / "litellm")
-    command = [program, "--config", "proxy.yaml", "--host", "127.0.0.1", "--port", port]
-    proxy = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(command)
-    try:
-        wait_until_ready(proxy, process)
+    with running_proxy({"scripted": params}) as proxy:
         client = OpenAI(base_url=f"{proxy}/v1", api_key="sk-1", max_retries=0, timeout=LIMIT_S)
         print(chat(client, prompt))
         print(respond(client, prompt))
         print(message(proxy, prompt))
-    finally:
-        process.kill()
 
 
 main(*sys.argv[1:3])

@@ -7,19 +7,14 @@ and the proxy calls `/v1/messages`.
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
-import httpx
 from anthropic import Anthropic
+from litellm_server import running_proxy
 from openai import OpenAI
 
 URL, API, MODE = sys.argv[1:]
-LIMIT_S = 120
 DESCRIPTION = "How it is in a place"
 SCHEMA = {
     "type": "object",
@@ -79,42 +74,13 @@ def chat(proxy: str) -> None:
                 history.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
-def wait_until_ready(proxy: str, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(LIMIT_S):
-        assert process.poll() is None
-        try:
-            if httpx.get(f"{proxy}/health/liveliness").status_code == 200:
-                return
-        except httpx.ConnectError:
-            pass
-        time.sleep(1)
-    raise AssertionError("the proxy never became ready")
-
-
 def main() -> None:
     models = {
         "by-chat": {"model": "openai/tiny", "api_base": f"{URL}/v1", "api_key": "none"},
         "by-messages": {"model": "anthropic/tiny", "api_base": URL, "api_key": "none"},
     }
-    settings = {
-        "model_list": [
-            {"model_name": name, "litellm_params": params} for name, params in models.items()
-        ],
-        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
-    }
-    Path("proxy.yaml").write_text(json.dumps(settings))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    program = str(Path(sys.executable).parent / "litellm")
-    command = [program, "--config", "proxy.yaml", "--host", "127.0.0.1", "--port", port]
-    proxy = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(command)
-    try:
-        wait_until_ready(proxy, process)
+    with running_proxy(models) as proxy:
         {"messages": messages, "chat": chat}[API](proxy)
-    finally:
-        process.kill()
 
 
 main()

@@ -161,6 +161,8 @@ async def test_the_query_names_the_model_of_calls_without_a_body(
         lambda http: http.post("/pause_generation", params={"model": "gpt-4o"}),
         lambda http: http.post("/models/org/large/pause_generation", json={}),
         lambda http: http.post("/models/org%2Flarge/pause_generation"),
+        lambda http: http.post("/pause", json={"model": "gpt-4o"}),
+        lambda http: http.post("/pause?mode=keep", params={"model": "gpt-4o"}),
     ],
 )
 async def test_a_trainer_pauses_one_model(http: Client, deployment: Deployment, call: Any) -> None:

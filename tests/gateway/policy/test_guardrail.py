@@ -404,7 +404,7 @@ def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config
         /v1/responses/{response_id}/cancel /v1/streams/{stream}/cancel /v1/kv_sessions/{session}
         /v1/replay/{id} /admin/operations/kv_session /finish_session /api/embed /api/embeddings
         /v1/chat/completions/render /v1/chat/completions/derender
-        /v1/completions/render /v1/completions/derender
+        /v1/completions/render /v1/completions/derender /v1/messages/render /v1/responses/render
         /v1/conversations /v1/conversations/{conversation_id}
         /v1/conversations/{conversation_id}/items
     """

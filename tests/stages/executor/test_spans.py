@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.parts.speculation import DraftsResult
-from nano_inference.bus.steps import NewSequence, StepResult, VerifiedDraft
+from nano_inference.bus.parts.speculation import DraftsResult, VerifiedDraft
+from nano_inference.bus.steps import NewSequence, StepResult
 from nano_inference.config import BusConfig, Config, Constraint, SamplingParams, TelemetryConfig
 from nano_inference.stages.actor import StageContext
 from nano_inference.stages.executor.spans import DraftCounts, ExecutorSpans

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from nano_inference.bus.messages import RequestOpened, StoredResponse, StoredSample
 from nano_inference.bus.parts.accounts import RequestTimes
-from nano_inference.bus.parts.speculation import DraftsResult
+from nano_inference.bus.parts.speculation import DraftsResult, VerifiedDraft
 from nano_inference.bus.parts.tiers import FetchedBlocks
 from nano_inference.bus.public import Completion, StageTime, Usage
 from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.bus.sections import with_sections
-from nano_inference.bus.steps import StartedSequence, StepResult, VerifiedDraft
+from nano_inference.bus.steps import StartedSequence, StepResult
 from nano_inference.bus.times import CAUSES, StepTimes
 from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.stages.streaming.deliveries import Deliveries

@@ -8,9 +8,8 @@ import pytest
 
 from nano_inference.bus.messages import TopLogprobs
 from nano_inference.bus.parts.experts import PromptExperts
-from nano_inference.bus.parts.scoring import TargetLogprobs
+from nano_inference.bus.parts.scoring import PromptLogprobs, TargetLogprobs
 from nano_inference.bus.public import CompletionSample, TokenLogprob
-from nano_inference.bus.steps import PromptLogprobs
 
 from .client import PROMPT, Client, Started, cancel_of, request_of, started
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from nano_inference.bus.control import SampleScored, ScoreSample
 from nano_inference.bus.messages import RequestOpened
+from nano_inference.bus.parts.scoring import PromptLogprobs
 from nano_inference.bus.recovery import RecoveryItem
-from nano_inference.bus.steps import PromptLogprobs
 from nano_inference.stages.streaming.deliveries import Deliveries
 
 from .client import Client, cancel_of, request_of, started

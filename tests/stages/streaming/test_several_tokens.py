@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from nano_inference.bus.parts.speculation import VerifiedDraft
 from nano_inference.bus.public import Completion, CompletionChunk
-from nano_inference.bus.steps import VerifiedDraft
 
 from .client import Client, assert_chunks_match, cancel_of, request_of, started, tokens_of
 

@@ -70,7 +70,19 @@ async def main() -> None:
         (text,) = await client.detokenize([PROMPTS[0]])
         (tokens,) = await client.tokenize([text])
         assert tokens == PROMPTS[0], (tokens, text)
+        # The control plane, with weights by their path in place of NCCL's broadcast.
+        assert await client.get_world_size() == (1, 1)
+        await client.pause()
+        await client.start_weight_update()
+        await client.update_weights_nccl({"path": folder})
+        await client.finish_weight_update()
+        await client.resume()
+        await client.reset_prefix_cache()
+        await client.sleep(level=1)
+        await client.wake_up()
         await client.finish_session("a")
+        again = await client.generate(batch)
+        assert again["response_ids"] == answer["response_ids"]
         await client.teardown()
     print(json.dumps(made))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import requests
 import torch
@@ -21,6 +22,36 @@ url, run, folder = sys.argv[1:]
 
 # The trainer reads the device's name, for the speed of which it has a table.
 torch.cuda.get_device_name = lambda device=None: "cpu"
+
+
+def attention(query, key, value, starts_q, starts_k, most_q, most_k, softmax_scale, **_):
+    """Return what FlashAttention's kernel returns, for segments of a packed batch.
+
+    Args:
+        query, key, value: `[tokens, heads, size]`.
+        starts_q, starts_k: Where the segments begin, and the end of the last one.
+    """
+    groups = query.shape[1] // key.shape[1]
+    found = []
+    for place in range(len(starts_q) - 1):
+        q = query[starts_q[place] : starts_q[place + 1]].transpose(0, 1)
+        k, v = (
+            each[starts_k[place] : starts_k[place + 1]].transpose(0, 1).repeat_interleave(groups, 0)
+            for each in (key, value)
+        )
+        rows, columns = q.shape[1], k.shape[1]
+        mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        made = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=softmax_scale
+        )
+        found.append(made.transpose(0, 1))
+    return torch.cat(found)
+
+
+# Its attention over a tree of samples is a kernel for CUDA, which this package downloads.
+sys.modules["kernels"] = SimpleNamespace(
+    get_kernel=lambda *_, **__: SimpleNamespace(flash_attn_varlen_func=attention)
+)
 
 
 def reward(completions: list[object], **_: object) -> list[float]:

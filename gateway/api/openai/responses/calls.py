@@ -27,8 +27,9 @@ from ....server.http import (
 )
 from ....serving.begun_calls import Attach, Found, keyed, last_event_id
 from ....serving.durable_calls import Attachment
-from ....serving.fields import Body, read_query
+from ....serving.fields import Body, ignore, read_query
 from ....serving.prepared import about_tools, check_request, prepare, tokens_of
+from ....serving.rendered import rendered
 from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
@@ -126,6 +127,16 @@ class ResponseCalls:
         record = await self.prepared(call, await self.whole(call, wanted, items))
         tokens = await self._num_tokens(record)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def render(self, call: Call) -> Response:
+        """Return the body of `/inference/v1/generate` for a response."""
+        services = self._services
+        _, wanted, items = await self._read(call)
+        await services.served.check(wanted.fields.model, call.caller)
+        record = await self.prepared(call, await self.whole(call, wanted, items))
+        logprobs = wanted.fields.top_logprobs or 0 if wanted.logprobs else None
+        request = record.request(services.config)
+        return JsonResponse(await rendered(services, request, wanted.model, logprobs=logprobs))
 
     async def compact(self, call: Call) -> Response:
         """Compact a conversation."""
@@ -304,6 +315,7 @@ class ResponseCalls:
         request = record.request(services.config)
         services.submissions.check_ready()
         services.submissions.check_priority(record.caller, request)
+        await self._check_compaction(record)
         await check_request(services, request)
         size, most = len(record.encode()), services.config.bus.max_request_bytes
         if record.is_durable and size > most:
@@ -312,6 +324,21 @@ class ResponseCalls:
                 f"{most} (bus.max_request_bytes); send less, or store: false",
                 param="input",
                 code="request_too_large",
+            )
+
+    async def _check_compaction(self, record: ResponseRecord) -> None:
+        """Refuse a prompt that its call would have compacted. Other rules change nothing."""
+        rules = record.call.fields.context_management
+        limits = [each.compact_threshold for each in rules if each.compact_threshold is not None]
+        if rules:
+            ignore("context_management")
+        if limits and (tokens := await self._num_tokens(record)) > min(limits):
+            raise field_error(
+                "context_management",
+                f": the prompt has {tokens} tokens, more than compact_threshold, and nothing is "
+                "compacted by itself here; send the output of /v1/responses/compact, have old "
+                'turns left out by truncation "auto", or leave context_management out',
+                code="unsupported",
             )
 
     async def _in_background(self, call: Call, writer: ResponseWriter) -> Response:

@@ -11,12 +11,12 @@ import msgspec
 from ....call import Call
 from ....server.http import EngineError, JsonResponse, Response, connected, read_object
 from ....serving.fields import read_part
+from ....serving.sealed import seal
 from ....serving.services import Services
 from ..response_bodies import ResponseBody
 from .items import COMPACTION, SUMMARY, Item, items_of
 from .output import Answer
 from .requests import ID_PREFIX, ResponseCall, ResponseRecord, read_response
-from .sealed import seal
 from .stored import StoredResponses
 
 _ASKED = (

@@ -12,11 +12,12 @@ from .....config import shown
 from ....server.http import field_error
 from ....serving.chat_templates import Turn
 from ....serving.fields import ignore, read_part
+from ....serving.sealed import unseal
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
+from ..custom_tools import INPUT
 from ..messages import THOUGHTS, arguments_of, content_of, turn_of
-from .sealed import unseal
-from .tools import INPUT, flat_name
+from .tools import flat_name
 
 Item = dict[str, Any]
 """An id and a type, with the fields of a message (its content is a list of parts), of a call of a
@@ -219,6 +220,10 @@ def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
         image_url = part["image_url"]
         url = image_url if isinstance(image_url, str) else image_url["url"]
         return {"type": "input_image", "image_url": url, "detail": part.get("detail", "auto")}
+    if part["type"] in ("file", "input_file"):
+        file = part.get("file") or part
+        named = {"filename": file["filename"]} if file.get("filename") else {}
+        return {"type": "input_file", "file_data": file["file_data"]} | named
     if role == "assistant":
         return {"type": "output_text", "text": part["text"], "annotations": []}
     return {"type": "input_text", "text": part["text"]}

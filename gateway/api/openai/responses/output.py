@@ -19,13 +19,13 @@ from ....serving.blocks import Addition, Blocks
 from ....serving.logprobs import TokenNames, token_entries
 from ....serving.message_parts import MessageParts, NewParts, TokenRecord
 from ....serving.samples import session_usage
+from ....serving.sealed import seal
 from ....serving.times import time_usage
 from ....serving.tokenizer import Tokenizer
 from ..errors import as_openai
 from ..response_bodies import ReasoningOptions
 from .items import REASONING
 from .requests import ENCRYPTED, ID_PREFIX, NeverBegun, ResponseCall, ResponseRecord
-from .sealed import seal
 from .tools import Origin, as_called, origins_of, shown_tools
 
 Answer = dict[str, Any]

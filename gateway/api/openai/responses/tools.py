@@ -7,7 +7,6 @@ have built in are left out. Calls go back in the form in which the tool came.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -15,16 +14,13 @@ import msgspec
 
 from .....config import shown
 from .....text.messages import MessageFormat, Tool, ToolUse, tool_of, tools_of
-from .....text.messages.lark import is_regex
 from ....server.http import field_error
 from ....serving.fields import convert_part, ignore, read_part
 from ....serving.tools import tool_use_of, with_allowed, with_named
 from ..bodies import CACHE_MARKS
+from ..custom_tools import CustomFormat, custom_tool, input_of, joined
 from ..messages import FlatTool
 from ..response_bodies import ResponseBody
-
-INPUT = "input"
-"""The argument of a custom tool."""
 
 _CHOICE = "tool_choice"
 _BUILT_IN = (
@@ -49,14 +45,6 @@ _DEFAULTS: dict[str, Any] = {"description": None, "parameters": None, "strict": 
 def is_built_in(kind: object) -> bool:
     """Return whether a type is of a built-in tool, which a model here may do without."""
     return isinstance(kind, str) and kind.startswith(_BUILT_IN)
-
-
-class CustomFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of a custom tool's input."""
-
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str = ""
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,17 +118,6 @@ def origins_of(tools: list[dict[str, Any]]) -> dict[str, Origin]:
         flat_name(tool["name"], namespace): Origin(tool["type"], tool["name"], namespace)
         for _, tool, namespace, _ in _walk(tools)
     }
-
-
-def input_of(arguments: str) -> str:
-    """Return the input of a custom tool's call.
-
-    The model may have written other arguments, if no grammar kept it from that; a client then gets
-    them as they are.
-    """
-    found = json.loads(arguments)
-    text = found.get(INPUT) if len(found) == 1 else None
-    return text if isinstance(text, str) else arguments
 
 
 def response_tools(given: list[dict[str, Any]], form: MessageFormat | None) -> tuple[Tool, ...]:
@@ -249,7 +226,9 @@ def _tool(
     """
     kind = given.get("type")
     if kind == "custom":
-        return _custom(read_part(given, CustomTool, where), where, name, before, form)
+        custom = read_part(given, CustomTool, where)
+        about, grammar = joined(before, custom.description), custom.format
+        return custom_tool(name, about, grammar, f"{where}.format", form)
     if kind != "function":
         raise field_error(
             where,
@@ -258,40 +237,8 @@ def _tool(
             code="unsupported",
         )
     tool = read_part(given, FlatTool, where)
-    about = _joined(before, tool.description)
+    about = joined(before, tool.description)
     return tool_of(name, about, tool.parameters, tool.strict)
-
-
-def _custom(
-    tool: CustomTool, where: str, name: str, before: str | None, form: MessageFormat | None
-) -> Tool:
-    """Return a custom tool as a function with a text argument."""
-    argument: dict[str, Any] = {"type": "string", "description": "The input, as plain text."}
-    about, strict = _joined(before, tool.description), False
-    if tool.format is not None and tool.format.type == "grammar":
-        definition, syntax = tool.format.definition, tool.format.syntax or "lark"
-        if syntax == "regex" and not is_regex(definition):
-            raise field_error(
-                f"{where}.format.definition", "is no regular expression", code="invalid_constraint"
-            )
-        # Within the JSON of arguments a grammar of regular expressions is possible, no other.
-        strict = syntax == "regex" and form is not None and form.calls is not None
-        if strict:
-            argument["pattern"] = f"^(?:{definition})$"
-        else:
-            ignore(f"{where}.format")
-            about = _joined(about, f"The input has to match this {syntax} grammar:\n{definition}")
-    parameters = {
-        "type": "object",
-        "properties": {INPUT: argument},
-        "required": [INPUT],
-        "additionalProperties": False,
-    }
-    return tool_of(name, about, parameters, strict)
-
-
-def _joined(*texts: str | None) -> str:
-    return "\n\n".join(text for text in texts if text)
 
 
 def as_called(origins: Mapping[str, Origin], name: str, arguments: str) -> dict[str, Any]:

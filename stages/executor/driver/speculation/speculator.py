@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from .....bus.steps import VerifiedDraft
+from .....bus.parts.speculation import VerifiedDraft
 from .....config import EngineConfig
 from ...runner.interface import IntArray
 from ..constraints import Constraints

@@ -5,6 +5,7 @@ The functions may run on any thread, beside the forward pass, while no update is
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from .....config import WeightsError, shown
 from ..shards import Box
 from .sync_manager import WeightSyncManager
+from .transports.layout import as_bytes
 
 
 def base_of(manager: WeightSyncManager, name: str) -> Tensor:
@@ -55,3 +57,16 @@ def first_names(manager: WeightSyncManager) -> dict[str, str]:
     first: dict[int, str] = {}
     state = manager.shards.whole.state_dict(keep_vars=True)
     return {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+
+
+def checksums(manager: WeightSyncManager) -> dict[str, str]:
+    """Return the SHA-256 of each tensor's bytes, by its first name.
+
+    Raises:
+        WeightsError: Their memory is released; or, as `base_of`, they are held as codes.
+    """
+    if manager.empty:
+        raise WeightsError("the memory of the weights is released", code="memory_released")
+    names = sorted({*first_names(manager).values()})
+    tensors = ((name, as_bytes(base_of(manager, name))) for name in names)
+    return {name: hashlib.sha256(each.cpu().numpy().data).hexdigest() for name, each in tensors}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -231,10 +230,10 @@ class WeightSyncManager:
         Raises:
             WeightsError: `weights_base`: they are not.
         """
-        from .delta import other_base
-
         if base is None:
             return
+        from .delta import other_base
+
         if self.empty:
             raise other_base("none are in place")
         if base != self.version:
@@ -313,25 +312,6 @@ class WeightSyncManager:
         version = self.start_sync(new_weights, version, partial=partial, base=base)
         self.maybe_finish_sync()
         return version
-
-    def checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of each parameter's bytes in place, by its first name.
-
-        Raises:
-            WeightsError: The parameters are on other ranks too, or are not held as they are.
-        """
-        if self._write_everywhere is not None or self._shards.converts or self._closed:
-            raise WeightsError(
-                "checksums are of plain weights in one process; this model's are spread over "
-                "ranks, quantised or released",
-                code="unsupported",
-            )
-        from .transports.layout import as_bytes
-
-        return {
-            name: hashlib.sha256(as_bytes(parameter).cpu().numpy().data).hexdigest()
-            for name, parameter in self._whole.named_parameters()
-        }
 
     def check(self, new_weights: Mapping[str, NewWeight], *, partial: bool = False) -> None:
         """Check that they fit the model. Raises WeightsError as `start_sync`."""

@@ -13,6 +13,7 @@ import pytest
 from nano_inference.config import Config
 from nano_inference.gateway.api.anthropic.bodies import CountBody, ThinkingBlock
 from nano_inference.gateway.api.anthropic.signatures import signature_of, thinking_of
+from nano_inference.gateway.serving.sealed import seal
 
 from ...fake import Client, FakeEngine, app_of, http_of
 from ...saying import calling_model, words_of
@@ -314,8 +315,10 @@ async def test_omitted_thinking_comes_back_by_its_signature(asking: Asking, http
     http.engine.outputs = says(*["Fine."] * 3)
     prompt = await asking.prompt(USER, {"role": "assistant", "content": message["content"]}, USER)
     assert "<think>\nBern, then." in prompt
-    other = {"type": "thinking", "thinking": "", "signature": "nano-omitted:%"}
-    assert "<think>" not in await asking.prompt(USER, said("assistant", other, text("So.")), USER)
+    for signature in ("ni1.%", signature_of("Hm.", "b", omitted=True)):
+        other = {"type": "thinking", "thinking": "", "signature": signature}
+        told = await asking.prompt(USER, said("assistant", other, text("So.")), USER)
+        assert "<think>" not in told
 
 
 @pytest.mark.parametrize(
@@ -328,11 +331,12 @@ async def test_omitted_thinking_comes_back_by_its_signature(asking: Asking, http
     ],
 )
 def test_thinking_that_a_client_doubles_is_read_once(sent: str, read: str) -> None:
-    signature = signature_of("Hm, so.", omitted=False)
+    signature = signature_of("Hm, so.", "a", omitted=False)
     block = ThinkingBlock(type="thinking", thinking=sent, signature=signature)
-    assert thinking_of(block) == read
-    for foreign in ("", "x", "nano-shown:", "nano-shown:x:y", "nano-shown:99999999999:"):
-        assert thinking_of(msgspec.structs.replace(block, signature=foreign)) == sent
+    assert thinking_of(block, "a") == read
+    assert thinking_of(block, "b") == sent
+    for foreign in ("", "x", signature[:-2], seal("shown_thinking", "a", "x:y")):
+        assert thinking_of(msgspec.structs.replace(block, signature=foreign), "a") == sent
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.332; cch={};"

@@ -159,7 +159,7 @@ def test_one_event_has_all_that_came_of_a_block() -> None:
             return NewParts(deltas, [], [0] * len(deltas))
 
     blocks = ContentBlocks(
-        Read(None, SamplingParams(), None, None, "seed", by_tokens=False), shows_thinking=True
+        Read(None, SamplingParams(), None, None, "seed", by_tokens=False), "a", shows_thinking=True
     )
     one, two = (ToolCall(place, f"call_{place}", "add", "{}") for place in range(2))
     deltas = [

@@ -50,7 +50,7 @@ async def words(conversation: Conversation) -> int:
 
 
 async def edited(**fields: Any) -> Edited:
-    conversation, _ = read_conversation(CountBody(messages=MESSAGES))
+    conversation, _ = read_conversation(CountBody(messages=MESSAGES), "a")
     return await edit(conversation, ContextManagement(edits=[fields]), words)
 
 

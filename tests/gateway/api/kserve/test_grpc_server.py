@@ -151,6 +151,11 @@ async def test_trailing_metadata_names_the_ignored_parameters() -> None:
         # The parameters of a message have no order.
         named = {"parameters.flat_logprobs", "parameters.colour"}
         assert {*str(trailers["x-ignored-fields"]).split(", ")} == named
+        stream = call.stream()
+        await stream.send(data, request())
+        assert len(await stream.read_all()) == 2
+        trailers = dict(await stream.call.trailing_metadata())
+        assert {*str(trailers["x-ignored-fields"]).split(", ")} == named
 
 
 async def test_bytes_of_all_messages_are_limited() -> None:

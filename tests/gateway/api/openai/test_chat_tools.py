@@ -41,6 +41,13 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
+NOTE: dict[str, Any] = {"type": "custom", "custom": {"name": "note", "description": "Keeps it."}}
+
+
+def noted(grammar: dict[str, Any]) -> dict[str, Any]:
+    return NOTE | {"custom": NOTE["custom"] | {"format": {"type": "grammar", "grammar": grammar}}}
+
+
 def deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(levels):
@@ -131,7 +138,13 @@ async def test_the_prompt_has_only_allowed_tools(http: Client, model: Model) -> 
 
 TOOL_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     invalid("tools[0].type", "unsupported", tools=[{}]),
-    invalid("tools[1].type", "unsupported", tools=[WEATHER, {"type": "custom"}]),
+    invalid("tools[1].type", "unsupported", tools=[WEATHER, {"type": "shell"}]),
+    invalid("tools[0]", tools=[{"type": "custom"}]),
+    invalid(
+        "tools[0].custom.format.grammar.definition",
+        "invalid_constraint",
+        tools=[noted({"syntax": "regex", "definition": "("})],
+    ),
     invalid("tools[0]", tools=[{"type": "function"}]),
     invalid("tools[0].function", tools=[{"type": "function", "function": {}}]),
     invalid("tools[0].function.name", tools=[named("a b")]),
@@ -342,6 +355,47 @@ async def test_calls_are_counted(calling: Config, model: Model) -> None:
             answer = await http.post(PATH, json=ASKED | {"stream": stream})
             assert answer.status_code == 200
             assert recorded.values(TOOL_CALLS) == {("made",): number, ("malformed",): 0}
+
+
+async def test_a_custom_tool_of_a_chat_takes_a_text(http: Client, model: Model) -> None:
+    body = {"messages": HELLO, "tools": [NOTE, WEATHER]}
+    model.says('<tool_call>\n{"name": "note", "arguments": {"input": "a\\nb"}}\n</tool_call>')
+    message = (await posted(http, **body))["message"]
+    (call,) = message["tool_calls"]
+    assert call == {
+        "id": call["id"],
+        "type": "custom",
+        "custom": {"name": "note", "input": "a\nb"},
+    }
+    streamed = await http.post(PATH, json=body | {"stream": True})
+    assert '"custom":{"name":"note","input":"a\\nb"}' in streamed.text
+    # Handed back, it is a function's.
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "kept"}
+    await posted(http, messages=[*HELLO, message, result], tools=[NOTE])
+    assert '{"name": "note", "arguments": {"input": "a\\nb"}}' in model.prompt()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "custom", "custom": {"name": "note"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": [{"type": "custom"} | NOTE]},
+        },
+    ],
+)
+async def test_a_custom_tool_can_be_chosen_and_its_grammars_are_enforced(
+    http: Client, model: Model, choice: dict[str, Any]
+) -> None:
+    model.says("no")
+    for grammar, mark in (
+        ({"syntax": "lark", "definition": 'start: "x"'}, 'start: ("x")'),
+        ({"syntax": "regex", "definition": "[0-9]+"}, "^(?:[0-9]+)$"),
+    ):
+        await posted(http, tools=[noted(grammar), WEATHER], tool_choice=choice)
+        assert mark in grammar_of(model)
+        assert "weather" not in grammar_of(model)
 
 
 @pytest.mark.parametrize(

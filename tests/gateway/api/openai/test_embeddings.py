@@ -64,6 +64,32 @@ async def test_a_call_says_how_its_prompts_are_embedded(http: Client) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (EMBEDDINGS, {"input": ["5 + 5 = 10 + 0", "98 + 25 = 123"]}),
+        ("/score", {"text_1": [1, 2, 3, 4], "text_2": "98 + 25 = 123"}),
+        ("/rerank", {"query": "98 + 25 = 123", "documents": ["5 + 5 = 10 + 0"]}),
+    ],
+)
+async def test_truncation_keeps_so_many_tokens_of_each_text(
+    http: Client, path: str, body: dict[str, Any]
+) -> None:
+    kept: dict[str, list[tuple[int, ...]]] = {}
+    for side in ("left", "right"):
+        http.engine.requests.clear()
+        fields = {"truncate_prompt_tokens": 2, "truncation_side": side}
+        whole = await http.post(path, json=body | fields)
+        assert whole.status_code == 200, whole.text
+        kept[side] = [tuple(each.prompt_token_ids or ()) for each in http.engine.requests]
+        assert [len(each) for each in kept[side]] == [2, 2]
+    http.engine.requests.clear()
+    await http.post(path, json=body | {"truncate_prompt_tokens": 2000})
+    for place, request in enumerate(http.engine.requests):
+        token_ids = tuple(request.prompt_token_ids or ())
+        assert (kept["left"][place], kept["right"][place]) == (token_ids[-2:], token_ids[:2])
+
+
+@pytest.mark.parametrize(
     ("body", "code", "param"),
     [
         ({}, "empty_prompt", "input"),

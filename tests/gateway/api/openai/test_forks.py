@@ -1,4 +1,4 @@
-"""Forks over HTTP: the field of requests, and what an answer says of it."""
+"""Forks and limits of version lag over HTTP: fields of requests, and what an answer says of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from nano_inference.bus.public import Completion, Fork, ForkOrigin, GenerateRequest, Output
+from nano_inference.bus.public import (
+    Completion,
+    Fork,
+    ForkOrigin,
+    GenerateRequest,
+    Output,
+    VersionLag,
+)
 
 from ...fake import Client
 from ...made import interleaved, whole
@@ -62,3 +69,30 @@ async def test_what_needs_the_prompt_of_a_fork_is_refused(
     error = (await http.post(path, json=body | {"fork": FORK})).json()["error"]
     assert (error["code"], error["param"]) == ("invalid_fork", param)
     assert not http.engine.requests
+
+
+def old(request: GenerateRequest) -> list[Output]:
+    (end,) = whole(request)
+    assert isinstance(end, Completion)
+    lag = VersionLag(versions=2, outcome="cut")
+    samples = tuple(msgspec.structs.replace(each, version_lag=lag) for each in end.samples)
+    return [msgspec.structs.replace(end, samples=samples)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "98 +"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/inference/v1/generate", {"token_ids": [5]}),
+    ],
+)
+async def test_a_limit_of_lag_reaches_the_engine_and_the_lag_the_client(
+    http: Client, path: str, body: dict[str, Any]
+) -> None:
+    http.engine.outputs = old
+    limit = {"max_version_lag": 1, "on_version_lag": "cut"}
+    answer = (await http.post(path, json=body | limit)).json()
+    (request,) = http.engine.requests
+    assert (request.max_version_lag, request.on_version_lag) == (1, "cut")
+    assert answer["choices"][0]["version_lag"] == {"versions": 2, "outcome": "cut"}

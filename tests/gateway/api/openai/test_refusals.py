@@ -141,6 +141,13 @@ FUNCTION = {"type": "function", "name": "f"}
 CUSTOM = {"type": "custom", "name": "f"}
 SPACE = {"type": "namespace", "name": "space", "tools": [CUSTOM]}
 SEARCH = {"type": "web_search", "external_web_access": False}
+
+
+def filed(data: str, **fields: Any) -> list[dict[str, Any]]:
+    part = {"type": "input_file", "file_data": data} | fields
+    return [{"role": "user", "content": [part]}]
+
+
 OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     invalid("input", input=None),
     invalid("input", input=[]),
@@ -171,6 +178,17 @@ OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
         input=[{"role": "user", "content": [INPUT_IMAGE]}],
     ),
     invalid("input[0].role", input=[{"role": "wizard", "content": "a"}]),
+    invalid("input[0].content[0].file_data", "unsupported", input=filed("JVBERi0xLjQK")),
+    invalid("input[0].content[0].file_data", "unsupported", input=filed("data:a/pdf;base64,YQ==")),
+    invalid("input[0].content[0].file_data", input=filed("data:text/plain,a")),
+    invalid("input[0].content[0].file_data", input=filed("/w==")),
+    invalid("input[0].content[0].file_id", "unsupported", input=filed("YQ==", file_id="a")),
+    invalid(
+        "context_management",
+        "unsupported",
+        context_management=[{"type": "compaction", "compact_threshold": 1}],
+    ),
+    invalid("context_management[0].type", context_management=[{"type": "clearing"}]),
     invalid("instructions", instructions=5),
     invalid("include[0]", "unsupported", include=["message.output_text.tokens"]),
     invalid("top_logprobs", top_logprobs=3),

@@ -61,6 +61,35 @@ async def test_what_is_rendered_makes_the_request_of_the_chat(
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", HELLO | {"max_tokens": 9, "temperature": 0.5, "priority": 2}),
+        (
+            "/v1/messages",
+            HELLO
+            | {"max_tokens": 9, "stream": True, "tool_choice": {"type": "any"}}
+            | {"tools": [{"name": "weather", "input_schema": {"type": "object"}}]},
+        ),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 9, "cache_salt": "s", "seed": 3}),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "function"} | WEATHER["function"]]}
+            | {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        ),
+    ],
+)
+async def test_messages_and_responses_are_rendered_too(
+    http: Client, model: Model, path: str, body: dict[str, Any]
+) -> None:
+    model.says("five")
+    assert (await http.post(path, json=body)).status_code == 200
+    rendered = await poster(f"{path}/render", body)(http)
+    await http.post(GENERATE, json=rendered)
+    called, generated = http.engine.requests
+    assert replace(generated, request_id=called.request_id) == called
+
+
+@pytest.mark.parametrize(
     ("said", "fields"),
     [
         ("Cold.", {}),

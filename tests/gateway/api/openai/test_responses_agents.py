@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import Config
-from nano_inference.gateway.api.openai.responses.sealed import seal, unseal
+from nano_inference.gateway.serving.sealed import seal, unseal
 
 from ...fake import Client, http_of, poster
 from ...saying import Model
@@ -84,6 +84,27 @@ async def test_other_arguments_of_a_custom_tool_are_its_input_as_written(
     assert json.loads((await posted(http))["output"][0]["input"]) == {"text": "a"}
 
 
+async def test_a_text_file_is_shown_to_the_model_in_tags(http: Client, model: Model) -> None:
+    model.says("Yes.")
+    data = {"file_data": "data:text/plain;base64,YSBub3Rl", "filename": "a.txt"}
+    shown = "<document>\n<title>a.txt</title>\na note\n</document>"
+    kept = await posted(http, input=[{"role": "user", "content": [{"type": "input_file"} | data]}])
+    assert shown in model.prompt()
+    # Stored as it came.
+    await posted(http, previous_response_id=kept["id"], input="b")
+    assert shown in model.prompt()
+    chat = {"messages": [{"role": "user", "content": [{"type": "file", "file": data}]}]}
+    await http.post("/v1/chat/completions", json=chat)
+    assert shown in model.prompt()
+
+
+async def test_a_threshold_that_is_not_reached_changes_nothing(http: Client, model: Model) -> None:
+    model.says("Yes.")
+    rules = [{"type": "compaction", "compact_threshold": 1000}]
+    answer = await http.post(PATH, json={"input": "a", "context_management": rules})
+    assert (answer.status_code, answer.headers[IGNORED]) == (200, "context_management")
+
+
 async def test_a_custom_tool_s_regular_expression_is_enforced(http: Client, model: Model) -> None:
     model.says(call("note", input="12"))
     form = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{2}|x"}
@@ -94,10 +115,21 @@ async def test_a_custom_tool_s_regular_expression_is_enforced(http: Client, mode
     assert "^(?:[0-9]{2}|x)$" in (constraint.lark or "")
 
 
+async def test_a_custom_tool_s_grammar_is_enforced_and_told_to_the_model(
+    http: Client, model: Model
+) -> None:
+    model.says(call("note", input="12"))
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" LF\n%import common.LF'}
+    answer = await http.post(PATH, json=ASKED | {"tools": [NOTE | {"format": form}]})
+    assert IGNORED not in answer.headers
+    assert "terminal_lf" in (model.constraint.lark or "" if model.constraint else "")
+    assert "lark grammar:\\nstart:" in model.prompt()
+
+
 async def test_a_grammar_that_can_not_be_enforced_is_told_to_the_model_and_named(
     http: Client, model: Model
 ) -> None:
-    form = {"type": "grammar", "syntax": "lark", "definition": "start: NUMBER"}
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: NUMBER"}  # is not defined
     answer = await http.post(PATH, json=ASKED | {"tools": [NOTE | {"format": form}]})
     assert answer.headers[IGNORED] == "tools[].format"
     assert model.constraint is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ CHECKSUMS = {
     "xxh3-128": lambda data: xxhash.xxh3_128_hexdigest(data),
     "adler32": lambda data: f"{zlib.adler32(data):08x}",
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the disk, which take most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def weights(seed: int) -> State:

@@ -171,6 +171,25 @@ async def test_a_folder_of_prime_rl_is_a_whole_update(http: Client) -> None:
     assert loaded.json().get("error", {}).get("code") != "not_found"
 
 
+async def test_skyrl_updates_by_methods_of_its_workers(http: Client) -> None:
+    start, update = "skyrl_start_weight_update", "update_weights_nccl"
+    calls = [
+        {"method": start, "kwargs": {"is_checkpoint_format": True}},
+        {"method": update, "kwargs": {"update_info": PART | {"packed": True}}},
+        {"method": "skyrl_finish_weight_update"},
+    ]
+    for each in calls:
+        assert await sent(http, "/collective_rpc", each) == {"results": [None]}
+    assert http.engine.version == 1
+    assert code(await http.post("/collective_rpc", json={"method": "reset"})) == "unsupported"
+    handles = {"update_info": {"names": ["a"], "ipc_handles_pickled": "x"}}
+    refused = {"method": "update_weights_ipc", "kwargs": handles}
+    assert code(await http.post("/collective_rpc", json=refused)) == "unsupported"
+    assert await sent(http, "/reset_prefix_cache", {"reset_running_requests": False})
+    await sent(http, "/sleep?level=2&tags=kv_cache")
+    assert http.engine.last("release_memory") == {"tags": ("kv_cache",)}
+
+
 async def test_shared_memory_is_named_by_its_segments(http: Client) -> None:
     await sent(http, "/start_weight_update")
     memory = {"segments": ["psm_1"], "places": [[0, 64]]}

@@ -146,6 +146,9 @@ class World:
         newest: The largest version that the core has reported.
         parts: Those that are kept by right, and of which update.
         restorable: Whether folders can still be read by a successor.
+        logs: Whether there is a log of weights.
+        unread: The updates whose decision the core wants to read.
+        logged: The weights that the log has, by their place in it.
     """
 
     def __init__(self) -> None:
@@ -154,6 +157,9 @@ class World:
         self.answers: dict[str, do.Answer] = {}
         self.record: WeightsInPlace | None = None
         self.restorable = True
+        self.logs = False
+        self.unread: list[str] = []
+        self.logged: dict[str, Values] = {}
         self.leader = "admission-1"
         self.start()
 
@@ -162,7 +168,7 @@ class World:
         self.model = Model()
         self.manager = WeightSyncManager(self.model)
         self.memory = ReplicaMemory([cast(KVCache, NoCache())], self.manager)
-        self.core = ChangesCore(self.manager.limits)
+        self.core = ChangesCore(self.manager.limits, logs=self.logs)
         self.begun: list[str] = []
         self.jobs: list[do.ChangeJob] = []
         self.results: list[tuple[do.ChangeJob, do.Result]] = []
@@ -184,6 +190,13 @@ class World:
         self.begun.append(name)
         self.perform(self.core.begin(operation, name, self.now_ns))
         return name
+
+    def decide(self, update: str, version: int | None) -> None:
+        """Tell the core what was decided, as the store has it."""
+        if version and self.core.prepared == update:
+            self.asked.append("")
+            self.begun.append("")
+        self.perform(self.core.decided(update, version, self.now_ns))
 
     def run_job(self, index: int = 0, *, fails: bool = False) -> None:
         """End a job, or fail it."""
@@ -301,6 +314,8 @@ class World:
                     self.perform(self.core.succession.read(self.record))
                 case do.Restore(weights):
                     self.perform(self._restore(weights))
+                case do.ReadDecision(update):
+                    self.unread.append(update)
                 case do.SkipBroadcast() | do.Leave() | do.Log():
                     pass
                 case do.ChangeJob() as job:
@@ -358,6 +373,10 @@ class World:
             case do.Combine(_, _, parts, origin, _):
                 tensors = Tensors(_values(parts), manager)
                 return do.Fetched(tensors, origin, manager.covers(manager.prepare(tensors)))
+            case do.ReadLogged(_, _, logged):
+                if logged not in self.logged:
+                    raise WeightsError("not logged", code="weights_incomplete")
+                return do.Fetched(Tensors(self.logged[logged], manager), None, True)
             case do.Check(_, update, fetched):
                 check_fetched(update, fetched, manager)
             case do.Stage(ticket, update, fetched, version):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.bus.messages import SequenceSpec
-from nano_inference.bus.steps import PromptLogprobs, StepResult
+from nano_inference.bus.parts.scoring import PromptLogprobs
+from nano_inference.bus.steps import StepResult
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import (
     ExecutorCore,

@@ -532,7 +532,11 @@ class WeightsGroup:
         self.close()
 
     def broadcast(
-        self, state_dict: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES
+        self,
+        state_dict: Mapping[str, Tensor],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        packed: bool = False,
     ) -> Sending:
         """Start to send tensors, which must not change until it is done, and return at once.
 
@@ -540,6 +544,7 @@ class WeightsGroup:
             state_dict: Tensors by name, on any device. Of several names of one tensor, as tied
                 parameters have, the first is sent.
             bucket_bytes: Tensors travel together up to this size; 0 sends each by itself.
+            packed: Tensors travel as in vLLM's packed broadcasts (`GroupWeights.packed`).
 
         Raises:
             WeightsError: A tensor can't be read: it is sparse, quantised, on the meta device, or
@@ -548,16 +553,19 @@ class WeightsGroup:
         check_stored(state_dict)
         tensors = distinct(state_dict)
         metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
-        plan = buckets(metas, sizes_of(metas), bucket_bytes)
-        source = GroupWeights(self._name, metas, bucket_bytes, self._sent)
+        sizes = sizes_of(metas)
+        plan = (
+            packed_buckets(sizes, bucket_bytes) if packed else buckets(metas, sizes, bucket_bytes)
+        )
+        source = GroupWeights(self._name, metas, bucket_bytes, self._sent, packed)
         self._sent += len(plan)
         deadline = time.monotonic() + self._timeout_s
 
         def send() -> None:
             self._joined.result()
-            self._member.broadcast(packed(), deadline)
+            self._member.broadcast(buffers(), deadline)
 
-        def packed() -> Iterator[Tensor]:
+        def buffers() -> Iterator[Tensor]:
             for bucket in plan:
                 chosen = {metas[index].name: tensors[metas[index].name] for index in bucket}
                 # Again, since the trainer may have freed some meanwhile.

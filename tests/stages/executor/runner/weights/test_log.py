@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ from ...models import make_model
 from ...refusals import refused
 
 State = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the disk, which take most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 class Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nano_inference import WeightDelta
 from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.weights import FolderWeights, source_of
 from nano_inference.config import EngineConfig, WeightsError
@@ -28,10 +30,12 @@ from nano_inference.stages.executor.runner.linear.requantizing import CodesBox
 from nano_inference.stages.executor.runner.linear.rounding import Rounding, round_weight
 from nano_inference.stages.executor.runner.model import wrap_model
 from nano_inference.stages.executor.runner.weights.parts import PartsTaker
+from nano_inference.stages.executor.runner.weights.received_delta import ReceivedDelta
 from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
 from nano_inference.stages.executor.runner.weights.transports.shared_memory import SharedWeights
 
 from ...models import make_model
+from ...refusals import refused
 from .codes import quantized
 
 State = dict[str, Tensor]
@@ -230,3 +234,27 @@ def test_outputs_are_rounded_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPat
     part = msgspec.structs.replace(own, place=part.place, first=20)
     part.put(part.hold(new[gate]))
     assert torch.equal(own.read(), torch.cat([old[:20], box.read()[20:150], old[150:]]))
+
+
+def test_a_delta_of_codes_needs_what_they_were_made_of() -> None:
+    """Tensors beside the codes, and codes beside the unquantised model, take one."""
+    model, _ = loaded(bits=8)
+    manager = manager_of(model)
+    plain = make_model("qwen2", seed=0).bfloat16()
+    old = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    for name, names_it in ((DOWN, True), ("model.norm.weight", False)):
+        new = {name: old[name] * 2}
+        delta = WeightDelta.between(old, new, base_version=manager.version)
+        with refused("weights_quantized", "down_proj") if names_it else nullcontext():
+            weights = ReceivedDelta(delta, manager).new_weights()
+            base = manager.version
+            manager.sync_blocking(manager.prepare(weights), partial=True, base=base)
+    model.shards.others.append(plain)
+    plain.model.norm.weight.data.mul_(2)
+    delta = WeightDelta.between(old, {DOWN: old[DOWN] * 2}, base_version=1)
+    weights = ReceivedDelta(delta, manager).new_weights()
+    manager.sync_blocking(manager.prepare(weights), partial=True, base=1)
+    wanted, _ = loaded(bits=8)
+    manager_of(wanted).sync_blocking(dict(plain.state_dict()))
+    assert torch.equal(plain.state_dict()[DOWN], old[DOWN] * 2)
+    assert same(model, wanted)

@@ -81,13 +81,16 @@ def joined_peer(groups: WeightGroups, name: str = "weights") -> Iterator[Peer]:
         yield peer
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 1, 150, 1 << 20])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "packed"),
+    [(0, False), (1, False), (150, False), (1 << 20, False), (150, True), (1 << 20, True)],
+)
 def test_all_tensors_come_through(
-    groups: WeightGroups, trainer: WeightsGroup, bucket_bytes: int
+    groups: WeightGroups, trainer: WeightsGroup, bucket_bytes: int, packed: bool
 ) -> None:
     for seed in range(3):
         wanted = samples(seed)
-        sending = trainer.broadcast(wanted, bucket_bytes)
+        sending = trainer.broadcast(wanted, bucket_bytes, packed=packed)
         # As it crosses the bus.
         source = msgspec.msgpack.decode(msgspec.msgpack.encode(sending.source), type=GroupWeights)
         assert same(fetch(source, groups, LIMIT_S), distinct(wanted))

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ....bus.public import ImageInput
-from ...server.http import field_error
-from ...serving.fields import RefusedField, convert_part
-from ...serving.images import ImageSource, of_base64, of_url
+from ...bus.public import ImageInput
+from ..server.http import field_error
+from .fields import RefusedField, convert_part
+from .images import ImageSource, of_base64, of_url
 
 IMAGE = "image"
 

@@ -1,4 +1,4 @@
-"""Texts that clients keep for us: reasoning and summaries, as `encrypted_content`.
+"""Texts that clients keep for us: reasoning and summaries of responses, thinking of messages.
 
 A text is compressed and marked with its kind and its tenant, so that another tenant's, another
 server's or a damaged one is not taken for ours. It is no secret: its client has seen all of it.

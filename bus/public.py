@@ -376,6 +376,23 @@ class VersionLag(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     num_retractions: int = 0
 
 
+class RoutedExperts(OutputPart, frozen=True, kw_only=True):
+    """The experts that the routers of a mixture chose at positions of a prompt.
+
+    Attributes:
+        first: The first position.
+        layers: Layers of the model; 0 stands for each expert of one without experts.
+        top_k: Experts of a token.
+        data: `[positions, layers, top_k]`, 16-bit unsigned, little-endian; base64 in JSON. The
+            prompt's last position is in the samples, with their first token.
+    """
+
+    first: int
+    layers: int
+    top_k: int
+    data: bytes
+
+
 class CompletionSample(OutputPart, frozen=True, kw_only=True):
     """One finished sample.
 
@@ -400,6 +417,8 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
         sampling_masks: `[k]`, the support at each position: the ids of the tokens that could be
             sampled, rising, int32, little-endian, base64 in JSON. Empty for a support of more than
             `engine.max_sampling_mask` tokens. None if not requested.
+        routed_experts: `[k]`, on request: the experts chosen in the pass that gave the token, which
+            computed the token before it; each `[layers, top_k]` as in RoutedExperts.
     """
 
     sample_index: int
@@ -418,6 +437,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     support_logprobs: tuple[float, ...] | None = None
     version_lag: VersionLag | None = None
     sampling_masks: tuple[bytes, ...] | None = None
+    routed_experts: tuple[bytes, ...] | None = None
 
 
 class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
@@ -436,10 +456,11 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         finish_reason: Set on the sample's last chunk.
         weight_version: Version of these tokens' weights.
         top_logprobs: `[k]`, as in CompletionSample.
-        prompt_logprobs, prompt_top_logprobs, prompt_token_id_logprobs, prompt_token_ranks: As in
-            Completion, in the first chunk of the first sample; None in all others.
+        prompt_logprobs, prompt_top_logprobs, prompt_token_id_logprobs, prompt_token_ranks,
+            prompt_routed_experts: As in Completion, in the first chunk of the first sample; None in
+            all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
-        support_logprobs, sampling_masks: `[k]`, as in CompletionSample.
+        support_logprobs, sampling_masks, routed_experts: `[k]`, as in CompletionSample.
     """
 
     request_id: str
@@ -457,8 +478,10 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
     adapter_version: int = 0
     support_logprobs: tuple[float, ...] | None = None
     sampling_masks: tuple[bytes, ...] | None = None
+    routed_experts: tuple[bytes, ...] | None = None
     prompt_token_id_logprobs: bytes | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
+    prompt_routed_experts: RoutedExperts | None = None
 
 
 def mask_ids(mask: bytes) -> tuple[int, ...]:
@@ -466,7 +489,7 @@ def mask_ids(mask: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(mask) // 4}i", mask)
 
 
-TOKEN_COLUMNS = ("support_logprobs", "sampling_masks")
+TOKEN_COLUMNS = ("support_logprobs", "sampling_masks", "routed_experts")
 """Fields of chunks and samples that have a value for each token if the request has a feature."""
 
 
@@ -507,6 +530,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             None as for `prompt_logprobs`.
         prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: the place of each token among
             all tokens there, from 1, likeliest first; None where it has no logprob.
+        prompt_routed_experts: On request, those before the prompt's last token.
     """
 
     request_id: str
@@ -528,6 +552,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     session: TreeSession | None = None
     prompt_token_id_logprobs: bytes | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
+    prompt_routed_experts: RoutedExperts | None = None
 
 
 Output = CompletionChunk | Completion

@@ -173,6 +173,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             penalties, bias and temperature; "raw": of the model's output (docs/sampling.md).
         max_sampling_mask: Most token ids in the sampling mask of a position. The mask of a larger
             support is empty; its `support_logprobs` is exact all the same (docs/sampling.md).
+        return_routed_experts: Return the routed experts of each request, as if it had
+            `return_routed_experts`: likewise for clients of vLLM. Prompts are then computed whole.
         deterministic: Tokens and logprobs are bitwise equal in any batch, and however prompts
             are chunked, cached or recomputed. "auto": where it costs nothing (on a CPU where
             `kernels` covers the whole model, for requests without an adapter); true: always, on a
@@ -268,6 +270,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
     max_sampling_mask: PositiveInt = 4096
+    return_routed_experts: bool = False
     deterministic: bool | Literal["auto"] = "auto"
     max_weight_tensors: NonNegativeInt = 0
     max_weight_bytes: NonNegativeInt = 0

@@ -102,6 +102,10 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
         prompt_sampling_masks: Sampling masks of the prompt's last tokens, packed or as lists of
             ids; an empty one stands for all tokens. Their logprobs are of the distribution within
             these supports: that of a sample that was drawn under limits.
+        return_routed_experts: Report the experts that the routers of a mixture chose for each
+            token, in each layer. The prompt is computed from `routed_experts_prompt_start` on.
+        routed_experts_prompt_start: Report them from this position of the prompt on; the KV of what
+            comes before may be cached.
         forced_tokens: The first tokens of each sample, in place of sampled ones: computed and
             reported as if they had been sampled. Sampling goes on after them.
         prompt_logprob_token_ids: Targets: token ids whose logprobs are reported at positions of the
@@ -218,12 +222,6 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             "([sampling.md](sampling.md#forced-tokens))"
         ),
     ] = ()
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether top_k, top_p or min_p restricts the choice."""
-        return bool(self.top_k or self.top_p < 1 or self.min_p)
-
     prompt_logprob_token_ids: Annotated[
         tuple[tuple[Int64, ...], ...] | None,
         Parameter(
@@ -248,6 +246,28 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             "list or as `sampling_masks` has them: its logprobs are of these alone"
         ),
     ] = None
+
+    return_routed_experts: Annotated[
+        bool,
+        Parameter(
+            "returns the experts that the routers of a mixture chose for each token as "
+            "`routed_experts`",
+            sglang="",
+        ),
+    ] = False
+    routed_experts_prompt_start: Annotated[
+        Int64,
+        Parameter(
+            "as vLLM's: the position of the prompt from which on `routed_experts` are returned",
+            Range("0 or a position of the prompt", 0, MAX_INT64),
+            sglang="",
+        ),
+    ] = 0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether top_k, top_p or min_p restricts the choice."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
     def scores_prompt(self) -> bool:

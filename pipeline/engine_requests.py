@@ -20,6 +20,7 @@ from ..bus.public import (
     KVSession,
     OnVersionLag,
 )
+from ..bus.routed_experts import experts_of_sample, packed_experts
 from ..bus.targets import Logprobs, packed_targets, target_array
 from ..config import RequestError, SamplingParams, shown
 from ..stages.admission.arrivals import Accepted
@@ -343,6 +344,7 @@ def _checked(params: Params, kind: type[Params]) -> Params:
 
 
 _SHARED_FIELDS = set(TrainingSample.__struct_fields__) & set(CompletionSample.__struct_fields__)
+_SHARED_FIELDS -= {"routed_experts"}  # packed there
 
 
 def make_sample(
@@ -359,6 +361,7 @@ def make_sample(
         prompt_top_logprobs=completion.prompt_top_logprobs,
         prompt_token_ranks=completion.prompt_token_ranks,
         prompt_token_id_logprobs=_targets(request.accepted.admitted.sampling, completion),
+        routed_experts=experts_of_sample(completion, sample),
         request_id=request.request_id,
         kv_session=completion.kv_session,
         recipe=recipe,
@@ -378,6 +381,10 @@ def _targets(sampling: SamplingParams, completion: Completion) -> Logprobs | Non
 def completion_of(*samples: TrainingSample) -> Completion:
     """Return the terminal message of a request that has these samples."""
     first = samples[0]
+    experts = [
+        packed_experts(each.routed_experts, len(each.completion_tokens), len(each.prompt_tokens))
+        for each in samples
+    ]
     return Completion(
         request_id="" if first.request_id is None else str(first.request_id),
         entry_id="",
@@ -387,6 +394,7 @@ def completion_of(*samples: TrainingSample) -> Completion:
                 sample_index=index,
                 text="",
                 token_ids=sample.completion_tokens,
+                routed_experts=experts[index][1],
                 **{name: getattr(sample, name) for name in _SHARED_FIELDS},
             )
             for index, sample in enumerate(samples)
@@ -396,6 +404,7 @@ def completion_of(*samples: TrainingSample) -> Completion:
         prompt_top_logprobs=first.prompt_top_logprobs,
         prompt_token_ranks=first.prompt_token_ranks,
         prompt_token_id_logprobs=packed_targets(first.prompt_token_id_logprobs),
+        prompt_routed_experts=experts[0][0],
         recipe=first.recipe,
     )
 

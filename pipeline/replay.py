@@ -416,6 +416,12 @@ def _equal(*values: Any) -> bool:
     return len({msgspec.json.encode(value) for value in values}) <= 1
 
 
+_OF_PROMPTS = (
+    *("prompt_logprobs", "prompt_top_logprobs"),
+    *("prompt_token_id_logprobs", "prompt_routed_experts"),
+)
+
+
 # --- the result -----------------------------------------------------------------------------------
 
 
@@ -429,7 +435,7 @@ def _result(
     samples = tuple(each.result() for each in comparisons)
     different = tuple(
         name
-        for name in ("prompt_logprobs", "prompt_top_logprobs", "prompt_token_id_logprobs")
+        for name in _OF_PROMPTS
         if getattr(recorded, name) is not None
         and not _equal(getattr(recorded, name), getattr(computed, name))
     )

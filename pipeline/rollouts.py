@@ -57,6 +57,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         prompt_token_id_logprobs: `[positions, most targets at a position]`, on request: the logprob
             of each id in `prompt_logprob_token_ids`; minus infinity where nothing was asked for.
         prompt_token_ranks: `[prompt]`, with `prompt_top_logprobs`: each token's place among all.
+        routed_experts: `[tokens - 1, layers, top_k]`, on request: the experts that routers chose
+            for each token of prompt and completion but the last, which no pass has computed; 0 in
+            layers without experts. Without the first `routed_experts_prompt_start` tokens.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -85,6 +88,7 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     sampling_masks: tuple[bytes, ...] | None = None
     prompt_token_id_logprobs: npt.NDArray[np.float32] | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
+    routed_experts: npt.NDArray[np.uint16] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingSample):

@@ -11,6 +11,7 @@ from nano_inference.bus.parts.accounts import RequestTimes
 from nano_inference.bus.parts.adapters import AdaptersPlan, AdaptersResult
 from nano_inference.bus.parts.columns import TokenColumns
 from nano_inference.bus.parts.embeddings import PooledResult
+from nano_inference.bus.parts.experts import RoutedPrompts
 from nano_inference.bus.parts.handover import HandoverRoute, leaving_of
 from nano_inference.bus.parts.images import ImagesPlan, ImagesResult, PromptMedia
 from nano_inference.bus.parts.memory import ReleasePlan
@@ -34,6 +35,7 @@ PLAN: dict[str, Callable[[Any], Section]] = {
 }
 RESULT: dict[str, Callable[[Any], Section]] = {
     "prompt_logprobs": PromptScores,
+    "experts": RoutedPrompts,
     "targets": lambda targets: PromptScores((), (targets,)),
     "adapter_versions": AdaptersResult,
     "pooled": PooledResult,

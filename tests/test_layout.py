@@ -196,7 +196,7 @@ def test_each_sampling_parameter_is_checked_by_admission() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     assert set(PARAMETERS) - refused - RANGES.keys() == {
-        *("ignore_eos", "response_cache", "return_sampling_mask")
+        *("ignore_eos", "response_cache", "return_sampling_mask", "return_routed_experts")
     }
 
 

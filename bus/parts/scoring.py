@@ -46,7 +46,8 @@ class PromptScores(Section, frozen=True):
     targets: tuple[TargetLogprobs, ...] = ()
 
     def concerns(self, seq_ids: set[int]) -> bool:
-        return any(each.seq_id in seq_ids for each in (*self.prompts, *self.targets))
+        scored = [each.seq_id for each in self.prompts] + [each.seq_id for each in self.targets]
+        return not seq_ids.isdisjoint(scored)
 
 
 class ReferenceScoring(Section, frozen=True):

@@ -26,7 +26,8 @@ OLLAMA = dict(zip(_SAME_IN_OLLAMA, _SAME_IN_OLLAMA, strict=True)) | {
 """The same of Ollama's options, which are those of its own samplers."""
 
 _OF_PROMPTS = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start")
-_PER_CALL = ("max_tokens", "logprobs", *_OF_PROMPTS)
+_OF_EXPERTS = ("return_routed_experts", "routed_experts_prompt_start")
+_PER_CALL = ("max_tokens", "logprobs", *_OF_PROMPTS, *_OF_EXPERTS)
 TEXT_SAMPLING = {name: own for name, own in VLLM.items() if own not in _PER_CALL}
 """Those that have one meaning in all of OpenAI's calls; the others are fields of each body."""
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from itertools import chain, compress
 from operator import attrgetter, ne
 
+from ...bus.control import ReplicaCapacity
 from ...bus.entries import (
     MAX_REQUEST_ID_LENGTH,
     Malformed,
@@ -14,6 +15,7 @@ from ...bus.entries import (
     is_unicode,
     is_usable_request_id,
 )
+from ...bus.parts.experts import ExpertCapacity
 from ...bus.public import GenerateRequest, mask_ids
 from ...config import MAX_INT64, RequestError, SamplingParams, shown
 from ...config.sampling import MAX_PROMPT_TARGETS, RANGES
@@ -226,6 +228,28 @@ def check_targets(sampling: SamplingParams, num_prompt_tokens: int, vocab_size: 
         )
 
 
+def check_experts(sampling: SamplingParams, capacity: ReplicaCapacity) -> int:
+    """Check that routed experts can be returned; return the bytes of one token's, as packed.
+
+    Raises:
+        RequestError: no_routed_experts, invalid_routed_experts_prompt_start.
+    """
+    if not sampling.return_routed_experts:
+        raise RequestError(
+            f"routed_experts_prompt_start is {sampling.routed_experts_prompt_start} without "
+            "return_routed_experts; give both, or leave it out",
+            code="invalid_routed_experts_prompt_start",
+        )
+    experts = ExpertCapacity.find(capacity.parts)
+    why = "the model is no mixture of experts" if experts is None else experts.why_not_reported
+    if experts is None or why:
+        raise RequestError(
+            f"return_routed_experts is not possible here: {why}; leave it out",
+            code="no_routed_experts",
+        )
+    return 2 * experts.layers * experts.top_k
+
+
 def packed_masks(
     sampling: SamplingParams, num_prompt_tokens: int, vocab_size: int
 ) -> tuple[bytes, ...] | None:
@@ -311,7 +335,12 @@ def check_forced_tokens(sampling: SamplingParams) -> None:
 
 
 def result_bytes(
-    sampling: SamplingParams, n: int, num_prompt_tokens: int, *, reference: bool = False
+    sampling: SamplingParams,
+    n: int,
+    num_prompt_tokens: int,
+    *,
+    reference: bool = False,
+    experts_bytes: int = 0,
 ) -> int:
     """Return the largest expected size of a Completion's JSON.
 
@@ -330,6 +359,8 @@ def result_bytes(
     if (targets := sampling.prompt_logprob_token_ids) is not None:
         # The recipe repeats them.
         size += sum(map(len, targets)) * (TARGET_BYTES + TOKEN_ID_BYTES) + len("[],") * len(targets)
+    if experts_bytes:
+        size += (num_prompt_tokens + n * sampling.max_tokens) * (experts_bytes * 4 // 3 + 7)
     return size
 
 
@@ -340,13 +371,16 @@ def check_result_size(
     max_bytes: int,
     *,
     reference: bool = False,
+    experts_bytes: int = 0,
 ) -> None:
     """Check that the bus carries a request's result; `max_tokens` is cut to what fits already.
 
     Raises:
         RequestError: result_too_large.
     """
-    size = result_bytes(sampling, n, num_prompt_tokens, reference=reference)
+    size = result_bytes(
+        sampling, n, num_prompt_tokens, reference=reference, experts_bytes=experts_bytes
+    )
     if size > max_bytes:
         raise RequestError(
             f"the result may have {size} bytes and at most {max_bytes} are carried "

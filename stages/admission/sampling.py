@@ -12,6 +12,7 @@ from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, prompt_too_long
 from ...text.grammar import plain
 from .checks import (
+    check_experts,
     check_forced_tokens,
     check_min_tokens,
     check_result_size,
@@ -29,6 +30,7 @@ class SamplingLimits:
         self._stop_token_ids = stop_token_ids
         self._max_result_bytes = config.bus.max_result_bytes
         self._has_reference = bool(config.engine.reference_model_path)
+        self._returns_experts = config.engine.return_routed_experts
 
     def __call__(
         self, request: GenerateRequest, num_prompt_tokens: int, capacity: ReplicaCapacity
@@ -38,7 +40,8 @@ class SamplingLimits:
         Raises:
             RequestError: prompt_too_long, exceeds_kv_capacity, invalid_min_tokens,
                 result_too_large, invalid_forced_tokens, invalid_prompt_logprob_token_ids,
-                invalid_prompt_logprob_start, invalid_prompt_sampling_masks.
+                invalid_prompt_logprob_start, invalid_prompt_sampling_masks, no_routed_experts,
+                invalid_routed_experts_prompt_start.
         """
         sampling = request.sampling
         most = capacity.max_model_len - num_prompt_tokens
@@ -74,7 +77,11 @@ class SamplingLimits:
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             constraint=None if constraint is None else plain(constraint),
+            return_routed_experts=sampling.return_routed_experts or self._returns_experts,
         )
+        experts_bytes = 0
+        if resolved.return_routed_experts or resolved.routed_experts_prompt_start:
+            experts_bytes = check_experts(resolved, capacity)
         if resolved.forced_tokens:
             check_forced_tokens(resolved)
         check_result_size(
@@ -83,6 +90,7 @@ class SamplingLimits:
             num_prompt_tokens,
             self._max_result_bytes,
             reference=self._has_reference,
+            experts_bytes=experts_bytes,
         )
         return resolved
 

@@ -180,16 +180,23 @@ class Sequence:
         The first sample of a request does it for its siblings. The step that samples the first
         token also finds the last of the prompt's logprobs; after a handover that is done.
         """
-        wanted = self.sampling.scores_prompt and not self.handed_over
-        return wanted and self.spec.sample_index == 0 and self.num_generated == 0
+        return self.sampling.scores_prompt and self._reports_prompt
+
+    @property
+    def _reports_prompt(self) -> bool:
+        first = self.spec.sample_index == 0 and self.num_generated == 0
+        return first and not self.handed_over
 
     def max_reuse(self) -> int:
         """Return how many leading tokens may come from the cache, which has KV, but no logits or
-        hidden states: those before the first position of which these are needed."""
+        hidden states and no experts: those before the first position of which these are needed."""
         pooling = self.info.pooling
         if pooling is not None and pooling.reads_all:
             return 0
-        return self.first_scored if self.scores_prompt else UNLIMITED
+        most = self.first_scored if self.scores_prompt else UNLIMITED
+        if self.sampling.return_routed_experts and self._reports_prompt:
+            most = min(most, self.sampling.routed_experts_prompt_start)
+        return most
 
     @property
     def pools(self) -> bool:

@@ -21,6 +21,7 @@ from ....bus.public import (
     VersionLag,
     mask_ids,
 )
+from ....bus.routed_experts import experts_of_sample
 from ....bus.targets import target_array
 from ....text.messages import Delta, MessageFormat
 from ...call import Account
@@ -88,7 +89,7 @@ class ChoicesWriter:
                 choice = Choice(self, prompt, sample.sample_index, whole=True)
                 choice.score_prompt(self.scored_prompt(prompt, completion))
                 choice.end(sample, completion)
-                choices.append(choice.take())
+                choices.append(choice.take() | self._experts(completion, sample))
                 if self.call.kind == "completions":
                     choices[-1] |= self._targets(completion)
                     choices[-1]["prompt_logprobs"] = prompt_logprobs
@@ -213,6 +214,14 @@ class ChoicesWriter:
         records = records_of(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
         ranks = output.prompt_token_ranks or [None] * len(records)
         return [each._replace(rank=rank) for each, rank in zip(records, ranks, strict=True)]
+
+    def _experts(self, completion: Completion, sample: CompletionSample) -> Answer:
+        """Return the routed experts of a choice and its prompt, if they were requested."""
+        if (experts := experts_of_sample(completion, sample)) is None:
+            return {}
+        if self.call.scores_only:
+            experts = experts[: len(experts) - len(sample.token_ids)]
+        return {"routed_experts": npy_text(experts)}
 
     def _targets(self, completion: Completion) -> Answer:
         """Return the logprobs of targets in the prompt, if there are any."""

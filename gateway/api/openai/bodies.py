@@ -174,6 +174,8 @@ class TextBody(StreamedBody, frozen=True, kw_only=True):
     prompt_logprobs: Int64 | None = None
     prompt_logprob_token_ids: tuple[tuple[Int64, ...], ...] | None = None
     prompt_logprob_start: Int64 = 0
+    return_routed_experts: bool = False
+    routed_experts_prompt_start: Int64 = 0
     structured_outputs: dict[str, Any] = {}
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

@@ -433,6 +433,8 @@ def _text_sampling(
         prompt_logprobs=prompt_logprobs,
         prompt_logprob_token_ids=fields.prompt_logprob_token_ids,
         prompt_logprob_start=fields.prompt_logprob_start,
+        return_routed_experts=fields.return_routed_experts,
+        routed_experts_prompt_start=fields.routed_experts_prompt_start,
         constraint=constraint,
     )
     _check_targets(fields, sampling, _TARGETS)
@@ -442,6 +444,9 @@ def _text_sampling(
 def _check_targets(fields: StreamedBody, sampling: SamplingParams, param: str) -> None:
     if fields.stream and sampling.prompt_logprob_token_ids is not None:
         raise field_error(param, "are not scored in a stream")
+    if fields.stream and sampling.return_routed_experts:
+        param = param.replace(_TARGETS, "return_routed_experts")
+        raise field_error(param, "has an array in a whole answer; send it without stream")
 
 
 def prompts_of(

@@ -27,6 +27,7 @@ from ....bus.public import (
     TokenLogprob,
     token_columns,
 )
+from ....bus.routed_experts import experts_of_sample
 from ....stages.streaming.stop_strings import StopStrings
 from ....text.detokenizer import Detokenizer
 from ...server.http import SendEvent
@@ -139,7 +140,7 @@ class PromptWriter:
 
     def final_of(self, completion: Completion, sample: CompletionSample) -> Answer:
         """Return the answer for an ended sample, of which a part may have come in chunks."""
-        growing = self._growing.get(sample.sample_index)
+        growing, of_engine = self._growing.get(sample.sample_index), sample
         if self.wanted.scores_only and sample.finish_reason != "abort":
             nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": ()}
             nothing |= {"top_logprobs": None, "ref_logprobs": None, "finish_reason": "length"}
@@ -178,6 +179,10 @@ class PromptWriter:
             meta |= self._prompt_logprobs(completion) | self._ref_logprobs(completion, sample)
         if self.wanted.target_ids:
             meta |= self._targets(completion)
+        if (experts := experts_of_sample(completion, of_engine)) is not None:
+            # Of all computed tokens, without the last sampled one.
+            experts = experts[: len(experts) - len(of_engine.token_ids) + len(sample.token_ids)]
+            meta["routed_experts"] = b64encode(experts.astype("<i4").tobytes()).decode()
         return answer
 
     def _targets(self, completion: Completion) -> Answer:

@@ -84,7 +84,6 @@ class SGLangBody(msgspec.Struct, frozen=True):
         "max_thinking_tokens": RefusedField("give `thinking_token_budget` to a chat"),
         "return_entropy": RefusedField("logprobs alone are returned"),
         "return_hidden_states": RefusedField("hidden states stay in the engine"),
-        "return_routed_experts": RefusedField("experts are not reported"),
         "session_params": RefusedField("a prompt is sent whole; prefixes are cached"),
     }
 
@@ -99,6 +98,7 @@ class SGLangBody(msgspec.Struct, frozen=True):
     # Of one prompt, of each prompt, or of all of them.
     token_ids_logprob: list[Int64 | list[Int64] | None] | None = None
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool | list[bool] = False
     stream: bool = False
     priority: Int64 = 0
     extra_key: str | list[str] = ""
@@ -272,6 +272,7 @@ def read_call(body: Body, max_prompts: int) -> BatchCall:
         _each(fields.logprob_start_len, "logprob_start_len", count),
         _each(fields.top_logprobs_num, "top_logprobs_num", count),
         _targets(fields.token_ids_logprob, count),
+        _each(fields.return_routed_experts, "return_routed_experts", count),
         _each(fields.extra_key, "extra_key", count),
         _each(fields.lora_path, "lora_path", count),
         _images(fields.image_data, count, batch),
@@ -288,9 +289,8 @@ def _prompt_calls(
 ) -> Iterator[PromptCall]:
     samples = 0
     for row in rows:
-        prompt, request_id, (own, params), logprobs, start, top, ids, extra_key, adapter, images = (
-            row
-        )
+        prompt, request_id, (own, params), logprobs, start, top, ids, *others = row
+        routes, extra_key, adapter, images = others
         samples += max(1, own.n)
         _check_number(samples, max_prompts)
         start, top = (start, top) if logprobs else (-1, 0)
@@ -315,6 +315,7 @@ def _prompt_calls(
                 prompt_logprobs=top if start >= 0 else None,
                 # Targets are scored after the first place; the prompt's own tokens from it on.
                 prompt_logprob_start=max(start if ids else start - 1, 0),
+                return_routed_experts=routes,
             ),
             stream=fields.stream,
             priority=fields.priority,

@@ -109,6 +109,7 @@ class Responses(Part):
             or request.kv_session is not None  # its KV is to be kept
             or request.sample_seeds  # which the key doesn't have
             or sampling.scores_prompt
+            or sampling.return_routed_experts
             or not sampling.response_cache
             or not is_repeatable(sampling)
             # With "auto" deterministic mode doesn't cover adapters.

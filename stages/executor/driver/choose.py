@@ -45,6 +45,10 @@ class ChosenTokens(NamedTuple):
     top_logprobs: tuple[TopLogprobs, ...] = ()
     columns: Columns = NO_COLUMNS
 
+    def with_columns(self, columns: Columns) -> ChosenTokens:
+        """Return the tokens with further columns, `[batch]` each."""
+        return self._replace(columns={**self.columns, **columns}) if columns else self
+
     def of(self, kept: BoolArray) -> ChosenTokens:
         """Return the tokens of some places, `[batch]`."""
         indices = torch.from_numpy(np.flatnonzero(kept)).to(self.tokens.device)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,41 +13,11 @@ from ....bus.messages import TopLogprobs
 from ....bus.parts.scoring import PromptLogprobs, PromptScores, TargetLogprobs
 from ..runner.interface import IntArray
 from .logprobs import gather_logprobs, report_top_logprobs, top_token_ids
-from .sequences import ScoredPlaces, SequenceTable
+from .sequences import SequenceTable
+from .targets import ScoredPlaces, Targets
 
 if TYPE_CHECKING:
     from .support import Support
-
-
-class Targets(NamedTuple):
-    """The targets of a prompt.
-
-    Attributes:
-        positions: `[rows]`, in order: the positions whose logits are read.
-        offsets: `[rows + 1]`, the targets before each of them.
-        token_ids: `[targets]`.
-    """
-
-    positions: IntArray
-    offsets: IntArray
-    token_ids: IntArray
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], start: int) -> Self:
-        """Args: as in SamplingParams, `prompt_logprob_token_ids` and `prompt_logprob_start`."""
-        counts = np.fromiter(map(len, rows), np.int64, len(rows))
-        ids = np.fromiter(chain.from_iterable(rows), np.int64, int(counts.sum()))
-        real = ids >= 0
-        ends = np.concatenate(([0], np.cumsum(real)))[np.cumsum(counts)]
-        counts = np.diff(ends, prepend=0)
-        asked = np.flatnonzero(counts)
-        offsets = np.concatenate(([0], ends[asked]))
-        return cls(asked + start, offsets, ids[real])
-
-    def within(self, start: int, end: int) -> slice:
-        """Return the rows at positions from `start` on and before `end`."""
-        first, last = np.searchsorted(self.positions, (start, end))
-        return slice(int(first), int(last))
 
 
 def score_prompts(

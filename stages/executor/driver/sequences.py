@@ -6,7 +6,7 @@ A step over many sequences is a constant number of numpy operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ from ....bus.parts.speculation import Prediction
 from ....bus.steps import NewSequence
 from ....config import Constraint, SamplingParams
 from ..runner.interface import NO_ADAPTER, IntArray
+
+if TYPE_CHECKING:
+    from .targets import ScoredPlaces
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -46,22 +49,6 @@ class Places(msgspec.Struct, frozen=True):
     def __getitem__(self, which: npt.NDArray[Any]) -> Places:
         """Select places by a mask or by indices."""
         return Places(self.rows[which], self.ahead[which])
-
-
-class ScoredPlaces(NamedTuple):
-    """Positions of prompts whose logits a step reads.
-
-    Attributes:
-        which: `[sequences]`, indices of their rows in the step.
-        rows: `[sequences]`, of the SequenceTable.
-        counts: `[sequences]`, positions of each.
-        positions: `[sum(counts)]`, in order for each sequence.
-    """
-
-    which: IntArray
-    rows: IntArray
-    counts: IntArray
-    positions: IntArray
 
 
 class SequenceTable:
@@ -97,6 +84,9 @@ class SequenceTable:
         score_start: The first position whose logits are read for the prompt's logprobs.
         targets: Per row, its Targets; None without any.
         supports: Per row, the sampling masks of the prompt's last tokens.
+        routes: Whether the experts of each token are reported.
+        routes_from: The first position of the prompt whose experts are reported; -1 if an earlier
+            run or another sample reports the prompt's.
         stop_ids: Per row, the token ids that end it.
         logit_bias: Per row, the bias by token id.
         constrained: Whether the text must follow a grammar.
@@ -146,6 +136,8 @@ class SequenceTable:
         self.score_start: IntArray = np.zeros(rows, np.int64)
         self.targets: list[Any] = [None] * rows
         self.supports: list[Any] = [()] * rows
+        self.routes: BoolArray = np.zeros(rows, np.bool_)
+        self.routes_from: IntArray = np.zeros(rows, np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
         self.logit_bias: list[dict[int, float]] = [{}] * rows
         self.constrained: BoolArray = np.zeros(rows, np.bool_)
@@ -246,9 +238,12 @@ class SequenceTable:
         self.scores[row] = scores = speaks and sampling.scores_prompt
         if scores:
             self._set_scores(row, sampling)
+        self.routes[row] = routes = sampling.return_routed_experts
+        if routes:
+            self.routes_from[row] = sampling.routed_experts_prompt_start if speaks else -1
 
     def _set_scores(self, row: int, sampling: SamplingParams) -> None:
-        from .prompts import Targets
+        from .targets import Targets
 
         start, targets = sampling.prompt_logprob_start, sampling.prompt_logprob_token_ids
         wanted = sampling.prompt_logprobs
@@ -336,31 +331,13 @@ class SequenceTable:
         return which, np.array([self.forced[row][position] for row, position in pairs], np.int64)
 
     def take_scored(self, rows: IntArray, num_tokens: IntArray) -> ScoredPlaces | None:
-        """Return the positions of prompts whose logits a step of so many tokens reads, for
-        logprobs of the tokens after them; None without any. Each position is returned once."""
-        scoring = self.scores[rows]
-        if not scoring.any():
+        """Return the positions of prompts whose logits a step of so many tokens reads; see
+        `targets.take_scored`."""
+        if not self.scores[rows].any():
             return None
-        which, positions = [], []
-        for index in np.flatnonzero(scoring).tolist():
-            row = rows[index]
-            last = int(self.num_known[row] - self.num_generated[row]) - 1
-            start = int(self.num_computed[row])
-            end = start + int(num_tokens[index])
-            self.scores[row] = end <= last
-            if self.prompt_logprobs[row] >= 0:
-                found = np.arange(max(start, int(self.score_start[row])), min(end, last))
-            else:
-                targets = self.targets[row]
-                found = targets.positions[targets.within(start, min(end, last))]
-            if len(found):
-                which.append(index)
-                positions.append(found)
-        if not which:
-            return None
-        counts = np.array([*map(len, positions)], np.int64)
-        where = np.array(which, np.int64)
-        return ScoredPlaces(where, rows[where], counts, np.concatenate(positions))
+        from .targets import take_scored
+
+        return take_scored(self, rows, num_tokens)
 
     def _enlarge(self) -> None:
         """Double the number of rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....bus.control import Cancel
+from ....bus.parts.columns import NO_COLUMNS, Columns
 from ....bus.parts.images import PromptMedia
 from ....bus.parts.scoring import PromptScores
 from ....bus.parts.speculation import VerifiedDraft
@@ -37,15 +39,18 @@ from .choose import ChosenTokens, TokenChooser, packed_sampling
 from .constraints import Constraints, PendingMasks
 from .sampled import Pooled, SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
-from .sequences import BoolArray, Places, ScoredPlaces, SequenceTable
+from .sequences import BoolArray, Places, SequenceTable
 
 if TYPE_CHECKING:
+    from ....bus.parts.experts import PromptExperts
     from ..runner.graphs import DecodeGraphs
+    from ..runner.routing import Routers
     from .images import SequenceImages
     from .pooling import PromptPooler
     from .speculation.drafts import Draft
     from .speculation.speculator import Speculator, StepDrafts
     from .states import SequenceStates
+    from .targets import ScoredPlaces
 
 
 class StepOutputs(NamedTuple):
@@ -54,6 +59,7 @@ class StepOutputs(NamedTuple):
     Attributes:
         sampled: The tokens; None if no row samples.
         prompts: Logprobs at positions of prompts; None without any.
+        experts: Routed experts of prompts.
         pooled: Vectors of prompts.
         verified: As StepResult's `drafts`.
         proposed: All drafts for the step, by row of the SequenceTable.
@@ -62,6 +68,7 @@ class StepOutputs(NamedTuple):
 
     sampled: SampledRows | None = None
     prompts: PromptScores | None = None
+    experts: tuple[PromptExperts, ...] = ()
     pooled: Pooled = ()
     verified: tuple[VerifiedDraft, ...] = ()
     proposed: Mapping[int, Draft] = {}
@@ -176,6 +183,7 @@ class StepRunner:
         images: Puts in the images of prompts; None if the model takes none.
         graphs: Recorded decode steps; None if there are none.
         states: The recurrent states of sequences; None if the model has none.
+        routers: Reports routed experts; None if it can't.
     """
 
     runner: ModelRunner
@@ -191,6 +199,7 @@ class StepRunner:
     images: SequenceImages | None = None
     graphs: DecodeGraphs | None = None
     states: SequenceStates | None = None
+    routers: Routers | None = None
 
     def add(self, new: NewSequence) -> None:
         """Add a sequence to the table.
@@ -257,14 +266,22 @@ class StepRunner:
             step, samples, logits_of = _computing_rows(step, samples)
         scored = table.take_scored(step.rows, step.num_tokens)
         # A graph has no adapters, and one token for each sequence.
-        plain = samples.all() and scored is None and (table.adapter[rows] < 0).all()
+        routes = bool(table.routes[rows].any())
+        plain = not routes and samples.all() and scored is None and (table.adapter[rows] < 0).all()
         if self.images is not None and self.images.in_step(rows, table.num_computed[rows]):
             plain = False
         graphs = self.graphs
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
-        inputs, last_token = self._inputs(step, samples, scored)
-        output = self.runner.start(inputs, with_states=bool(table.pools[step.rows].any()))
+        inputs, last_token = self._inputs(step, samples, scored, all_read=routes)
+        start = partial(self.runner.start, inputs, with_states=bool(table.pools[step.rows].any()))
+        if routes:
+            from .routing import start_routed
+
+            about = step.rows, step.starts, step.num_tokens, last_token
+            output = start_routed(self.routers, start, table, *about, last_token[samples])
+        else:
+            output = start()
         table.num_computed[rows] = ends
         if self.states is not None:
             self.states.advance(rows, num_tokens, ends)
@@ -293,7 +310,10 @@ class StepRunner:
         pooled: Pooled = ()
         if (states := begun.output.states) is not None:
             pooled = self._pool(step, begun.last_token, states)
-        outputs = StepOutputs(prompts=prompts, pooled=pooled)
+        outputs, columns = StepOutputs(prompts=prompts, pooled=pooled), NO_COLUMNS
+        if (experts := begun.output.experts) is not None:
+            outputs = outputs._replace(experts=experts.prompts())
+            columns = experts.columns(self.table, places, begun.logits_of)
         logits = begun.output.logits[:num_samples]
         if begun.logits_of is not None:
             logits = logits[self.upload(begun.logits_of)[0]]
@@ -302,8 +322,8 @@ class StepRunner:
         if drafts is not None:
             outputs = outputs._replace(proposed=drafts.proposed, draft_rest=drafts.rest)
         if drafts is None or not drafts.verified:
-            return outputs._replace(sampled=self._sample(logits, places, masks))
-        sampled, verified = self._verify(logits, places, masks, drafts)
+            return outputs._replace(sampled=self._sample(logits, places, masks, columns))
+        sampled, verified = self._verify(logits, places, masks, drafts, columns)
         return outputs._replace(sampled=sampled, verified=verified)
 
     def _ends(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
@@ -345,7 +365,7 @@ class StepRunner:
         return self.pooler.take(step.rows, step.starts, own, versions)
 
     def _inputs(
-        self, step: _Pass, samples: BoolArray, to_score: ScoredPlaces | None
+        self, step: _Pass, samples: BoolArray, to_score: ScoredPlaces | None, *, all_read: bool
     ) -> tuple[StepInputs, IntArray]:
         """Return the inputs of a pass, and the index of each row's last token. Logits of sampling
         rows come before those of prompts to score."""
@@ -363,7 +383,7 @@ class StepRunner:
             scored = np.repeat(before[to_score.which], to_score.counts) + to_score.positions
             logits_index = np.concatenate((logits_index, scored))
         # All tokens of a decode step are read, and a vector may need any token of a prompt.
-        all_read = num_decodes == len(rows) or table.pools[rows].any()
+        all_read = all_read or num_decodes == len(rows) or bool(table.pools[rows].any())
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         if self.states is not None:
@@ -410,25 +430,36 @@ class StepRunner:
             return self._sample(logits, places, masks)
         return self.unread.add(places, tokens, logprobs, (), fed=True)
 
-    def _sample(self, logits: Tensor, places: Places, masks: PendingMasks | None) -> SampledRows:
+    def _sample(
+        self,
+        logits: Tensor,
+        places: Places,
+        masks: PendingMasks | None,
+        columns: Columns = NO_COLUMNS,
+    ) -> SampledRows:
         """Choose a token for each place, without drafted tokens."""
         rows = places.rows
         if self.runs_ahead and self._all_plain(rows):
             packed = self.upload(*packed_sampling(self.table, rows))
             temperatures, numbers = (part.view(torch.float64) for part in packed)
             tokens, logprobs = sample_plain(logits, temperatures, numbers)
-            return self._count(places, ChosenTokens(tokens, logprobs))
-        return self._count(places, self.chooser.choose(logits, places, masks))
+            return self._count(places, ChosenTokens(tokens, logprobs, columns=columns))
+        return self._count(places, self.chooser.choose(logits, places, masks).with_columns(columns))
 
     def _verify(
-        self, logits: Tensor, places: Places, masks: PendingMasks | None, drafts: StepDrafts
+        self,
+        logits: Tensor,
+        places: Places,
+        masks: PendingMasks | None,
+        drafts: StepDrafts,
+        columns: Columns,
     ) -> tuple[SampledRows, tuple[VerifiedDraft, ...]]:
         """Choose a token for each place, and keep those that count (`accept`).
 
         Waits for the tokens: the next step needs the sequences' lengths.
         """
         assert self.speculator is not None
-        chosen = self.chooser.choose(logits, places, masks)
+        chosen = self.chooser.choose(logits, places, masks).with_columns(columns)
         unsure = None
         if masks is not None:
             found = masks.result()

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ....bus.control import ReplicaCapacity
-from ....bus.parts.experts import ExpertCapacity
+from ....bus.parts.experts import ExpertCapacity, RoutedPrompts
 from ....bus.sections import with_sections
 from ....config import WeightsError, shown
+from ..driver.sampled import Sampled
+from ..driver.step import LaunchedStep
 from ..runner.loaded_model import experts_of
+from ..runner.routing import Routers
 from ..runner.weights.checks import busy
 from . import ExecutorState, Part
 from .weights import WeightChanges
@@ -30,6 +33,9 @@ class Experts(Part):
 
             self._experts = experts_in(model.module)
         self._number = experts_of(model.hf_config)[0]
+        self._routers = Routers(model)
+        if not self._routers.why_not:
+            state.steps.routers = self._routers
 
     @property
     def owners(self) -> list[int]:
@@ -44,9 +50,17 @@ class Experts(Part):
 
     def close(self) -> None:
         self._experts = []
+        self.state.steps.routers = None
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
-        return with_sections(found, ExpertCapacity(self._number)) if self._number else found
+        routers = self._routers
+        about = routers.num_layers, routers.top_k, routers.why_not
+        return with_sections(found, ExpertCapacity(self._number, *about)) if self._number else found
+
+    def finish(self, step: LaunchedStep, sampled: Sampled) -> None:
+        """Report the experts of prompts; those of sampled tokens are a column."""
+        if step.outputs.experts:
+            step.parts.append(RoutedPrompts(step.outputs.experts))
 
 
 def move_experts(experts: Experts | None, owners: Sequence[int]) -> None:

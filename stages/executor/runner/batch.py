@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -128,7 +129,10 @@ class StepOutput:
     Attributes:
         logits: `[samples, vocab]` float32, as of `model_forward`.
         states: The last hidden states of all tokens, `[tokens, hidden]`; None if not wanted.
+        experts: The tokens' routed experts; None if not wanted.
     """
+
+    experts: Any = None
 
     def __init__(self, logits: Tensor, states: Tensor | None) -> None:
         self.logits, self.states = logits, states

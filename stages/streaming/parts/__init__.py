@@ -123,12 +123,20 @@ def make_parts(config: Config, now_ns: int) -> list[Part]:
     from .accounts import TimeAccounts
     from .adapters import AdapterVersions
     from .embeddings import Embeddings
+    from .experts import PromptRouting
     from .per_token import PerToken
     from .prompt_logprobs import PromptLogprobs
     from .sessions import Sessions
 
     engine = config.engine
-    parts = [TimeAccounts(now_ns), PromptLogprobs(), AdapterVersions(), PerToken(), Embeddings()]
+    parts = [
+        TimeAccounts(now_ns),
+        PromptLogprobs(),
+        PromptRouting(),
+        AdapterVersions(),
+        PerToken(),
+        Embeddings(),
+    ]
     parts.append(Sessions())
     if config.pipeline.replicas > 1:
         from .handover import StepsAhead

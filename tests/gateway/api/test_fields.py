@@ -154,6 +154,8 @@ GIVEN: dict[str, Any] = {
     "prompt_logprobs": 0,
     "prompt_logprob_token_ids": [[1, -1], []],
     "prompt_logprob_start": 1,
+    "return_routed_experts": True,
+    "routed_experts_prompt_start": 2,
     "max_draft_tokens": 3,
     "response_cache": False,
     "return_sampling_mask": True,

@@ -234,6 +234,8 @@ def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
             for value in values
         ],
         ("invalid_min_tokens", {"min_tokens": 1, "stop_token_ids": frozenset(range(258)) - {1}}),
+        ("no_routed_experts", {"return_routed_experts": True}),
+        ("invalid_routed_experts_prompt_start", {"routed_experts_prompt_start": 1}),
         ("invalid_budget", {"budget_ns": HUGE}),
         ("expired", {"budget_ns": 0}),
         ("expired", {"budget_ns": -HUGE}),

@@ -180,7 +180,8 @@ def test_every_parameter_is_in_the_key_or_known_to_change_nothing() -> None:
     tried = {name for row in text for name in row}
     rest = set(SamplingParams.__struct_fields__) - tried
     scored = {"prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"}
-    assert rest == {"max_draft_tokens", "response_cache", *scored}
+    routed = {"return_routed_experts", "routed_experts_prompt_start"}
+    assert rest == {"max_draft_tokens", "response_cache", *scored, *routed}
 
 
 def test_the_order_of_a_schemas_fields_is_in_the_key(core: AdmissionCore) -> None:

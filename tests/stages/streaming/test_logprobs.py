@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from nano_inference.bus.messages import TopLogprobs
+from nano_inference.bus.parts.experts import PromptExperts
 from nano_inference.bus.parts.scoring import PromptLogprobs, TargetLogprobs
 from nano_inference.bus.public import CompletionSample, TokenLogprob
 
@@ -121,6 +122,24 @@ def test_targets_that_were_cut_short_are_not_reported(client: Client) -> None:
     client.step(new=[started(1, request_of(num_targets=5))], targets=targets(0, -1, -2, -3))
     client.end(cancel_of())
     assert client.completion().prompt_token_id_logprobs is None
+
+
+def test_routed_experts_of_a_prompt_are_joined_and_repeated_ones_count_once(
+    client: Client,
+) -> None:
+    def part(first: int, end: int, *, ended: bool = False) -> tuple[PromptExperts, ...]:
+        data = b"".join(bytes([place, 0, place, 1]) for place in range(first, end))
+        return (PromptExperts(1, first, 1, 2, data, ended),)
+
+    start = started(1, request_of())
+    client.step(new=[start], experts=part(2, 4))
+    client.step(new=[start], experts=part(2, 3))
+    client.step([(1, 40, "length")], experts=part(3, 6, ended=True))
+    found = client.completion().prompt_routed_experts
+    assert found is not None
+    assert (found.first, found.layers, found.top_k) == (2, 1, 2)
+    assert found.data == part(2, 6)[0].data
+    assert client.chunks()[0].prompt_routed_experts == found
 
 
 def test_no_targets_have_no_logprobs(client: Client) -> None:

@@ -88,6 +88,7 @@ def read_sampling(
     text: bool = False,
     tops: bool = False,
     masks: bool = False,
+    experts: bool = False,
 ) -> Samples:
     """Return a request's number of samples and sampling parameters, which have vLLM's names.
 
@@ -96,6 +97,7 @@ def read_sampling(
         text: The response is a text.
         tops: The response can hold the likeliest tokens.
         masks: The response can hold sampling masks.
+        experts: The response can hold routed experts.
 
     Raises:
         RequestError: A parameter is unknown, not supported here, or has the wrong type.
@@ -115,6 +117,8 @@ def read_sampling(
         raise unsupported(
             f"{where}.prompt_logprob_token_ids", "give them to the model for scores as target_ids"
         )
+    if params.return_routed_experts and not experts:
+        raise unsupported(f"{where}.return_routed_experts", "the model for tokens returns them")
     if params.logprobs and not tops:
         raise unsupported(
             f"{where}.logprobs", "only the logprobs of the sampled tokens are returned"

@@ -8,8 +8,10 @@ from itertools import chain
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
-from .....bus.public import EmbedParams, GenerateRequest, mask_ids
+from .....bus.public import Completion, EmbedParams, GenerateRequest, mask_ids
+from .....bus.routed_experts import experts_of_sample
 from .....bus.targets import target_array
 from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
@@ -54,6 +56,7 @@ REF_LOGPROBS = "ref_logprobs"
 SUPPORT_LOGPROBS = "support_logprobs"
 SAMPLING_MASK, SAMPLING_MASK_SIZES = "sampling_mask", "sampling_mask_sizes"
 TARGET_LOGPROBS = "target_logprobs"
+ROUTED_EXPERTS = "routed_experts"
 FINISH_REASON = "finish_reason"
 WEIGHT_VERSION = "weight_version"
 
@@ -173,17 +176,18 @@ class TokensModel(EngineModel):
         TensorSpec(SAMPLING_MASK_SIZES, "INT64", (-1, -1)),
         TensorSpec(FINISH_REASON, "BYTES", (-1,)),
         TensorSpec(WEIGHT_VERSION, "INT64", (-1, -1)),
+        TensorSpec(ROUTED_EXPERTS, "INT32", (-1, -1, -1, -1)),
     )
     decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        sampling = read_sampling(call.request, self._max_samples, masks=True)
+        sampling = read_sampling(call.request, self._max_samples, masks=True, experts=True)
         prompt = token_ids_of(call.request, INPUT_IDS.name, await self._services.length.get())
         stream = call.many and bool(flag_of(call.request, STREAM.name))
         images = await self._images(call)
         request = await self._request(call, prompt, sampling, stream=stream, images=images)
 
-        async def send(deltas: Sequence[SampleDelta]) -> None:
+        async def send(deltas: Sequence[SampleDelta], experts: Sequence[NamedTensor] = ()) -> None:
             versions = [each.weight_versions for each in deltas]
             made = [
                 rows(OUTPUT_IDS, "INT64", [each.token_ids for each in deltas], NO_TOKEN),
@@ -200,12 +204,13 @@ class TokensModel(EngineModel):
                 made.append(rows(SUPPORT_LOGPROBS, "FP32", supports, 0))
             if sampling[1].return_sampling_mask:
                 made += _masks([each.columns.get("sampling_masks", ()) for each in deltas])
-            await answer(made)
+            await answer([*made, *experts])
 
         if stream:
             await self._stream(call, request, send)
         else:
-            await send(whole_samples(await self._complete(call, request), request.n))
+            completion = await self._complete(call, request)
+            await send(whole_samples(completion, request.n), _experts(completion))
 
 
 def _masks(samples: Sequence[Sequence[bytes]]) -> Iterator[NamedTensor]:
@@ -273,6 +278,19 @@ class ScoreModel(EngineModel):
                 f"{self.completion_ids.name}; give one for each"
             )
         return tuple(map(tuple, given.tolist()))
+
+
+def _experts(completion: Completion) -> list[NamedTensor]:
+    """Return the routed experts `[samples, longest - 1, layers, top_k]`, -1 after a sample's end;
+    none if they were not requested."""
+    found = [experts_of_sample(completion, each) for each in completion.samples]
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        return []
+    data = np.full((len(known), max(map(len, known)), *known[0].shape[1:]), -1, np.int32)
+    for row, each in zip(data, known, strict=True):
+        row[: len(each)] = each
+    return [NamedTensor(ROUTED_EXPERTS, data)]
 
 
 def _logprobs(delta: SampleDelta, names: TokenNames) -> str:

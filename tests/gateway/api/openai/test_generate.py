@@ -7,10 +7,13 @@ import io
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from ...fake import Client, FakeEngine, app_of, http_of, poster
-from ...made import LOGPROBS, TOKENS
+from nano_inference.bus.public import GenerateRequest, Output, RoutedExperts
+
+from ...fake import Client, FakeEngine, app_of, completion, http_of, poster
+from ...made import LOGPROBS, TOKENS, told
 from .streamed import Recorded, events, stream_of
 from .test_refusals import refusal
 
@@ -66,6 +69,22 @@ async def test_logprobs_of_targets_are_an_array(http: Client) -> None:
     completion = await http.post("/v1/completions", json={"prompt": [7, 8, 9]} | asked)
     (choice,) = completion.json()["choices"]
     assert choice["prompt_token_id_logprobs"] == answer["prompt_token_id_logprobs"]
+    body = {"token_ids": [7, 8, 9], "sampling_params": asked, "stream": True}
+    assert refusal(await http.post(PATH, json=body))[0] == "invalid_request"
+
+
+async def test_routed_experts_are_an_array(http: Client, engine: FakeEngine) -> None:
+    def outputs(request: GenerateRequest) -> list[Output]:
+        own = tuple(bytes([token, 0]) for token in TOKENS)
+        sample = msgspec.structs.replace(told(request, 0), routed_experts=own)
+        prompt = RoutedExperts(first=0, layers=1, top_k=1, data=bytes([1, 0, 2, 0]))
+        return [completion(request, sample, prompt_routed_experts=prompt)]
+
+    engine.outputs = outputs
+    asked = {"return_routed_experts": True}
+    (choice,) = (await posted(http, sampling_params=asked))["choices"]
+    found = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    assert found.tolist() == [[[each]] for each in (1, 2, *TOKENS)]
     body = {"token_ids": [7, 8, 9], "sampling_params": asked, "stream": True}
     assert refusal(await http.post(PATH, json=body))[0] == "invalid_request"
 

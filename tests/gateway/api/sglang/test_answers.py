@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.bus.messages import RowFinish
-from nano_inference.bus.public import CompletionSample, ErrorInfo, GenerateRequest, TokenLogprob
+from nano_inference.bus.public import (
+    CompletionSample,
+    ErrorInfo,
+    GenerateRequest,
+    RoutedExperts,
+    TokenLogprob,
+)
 from nano_inference.gateway.api.sglang.answers import PromptWriter
 from nano_inference.gateway.api.sglang.requests import read_call
 from nano_inference.gateway.serving.tokenizer import Tokenizer
@@ -112,6 +119,17 @@ def test_logprobs_of_given_ids_from_a_place_on() -> None:
         [(-1.0, 7, None), (-2.0, 9, None)],
         [(-3.0, 7, None), (-4.0, 9, None)],
     ]
+
+
+def test_routed_experts_are_those_of_the_prompt_and_of_each_token() -> None:
+    writer = answers(return_routed_experts=True)
+    assert writer.wanted.request.sampling.return_routed_experts
+    pairs = [np.array([place, 7], "<u2").tobytes() for place in range(5)]
+    prompt = RoutedExperts(first=0, layers=1, top_k=2, data=b"".join(pairs[:3]))
+    made = sample(routed_experts=tuple(pairs[3:]))
+    meta = told(writer, made, prompt_routed_experts=prompt)["meta_info"]
+    found = np.frombuffer(b64decode(meta["routed_experts"]), np.int32).reshape(-1, 1, 2)
+    assert found[:, 0].tolist() == [[place, 7] for place in range(5)]
 
 
 def test_several_samples_share_cached_tokens() -> None:

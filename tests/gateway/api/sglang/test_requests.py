@@ -141,7 +141,6 @@ def test_how_often_a_stream_has_an_event() -> None:
             text="a",
             sampling_params={"json_schema": "{}", "regex": "a"},
         ),
-        invalid("return_routed_experts", "unsupported", text="a", return_routed_experts=True),
         invalid("image_data", "invalid_image", text="a", image_data=["?"]),
         invalid("image_data has 1", text=["a", "b"], image_data=["x"]),
         invalid(

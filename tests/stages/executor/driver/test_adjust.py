@@ -144,7 +144,7 @@ def test_a_row_that_is_used_again_forgets_its_sampling() -> None:
     rows = table.rows_of((2,))
     logits = torch.randn(1, VOCAB)
     assert adjust_logits(logits, table, Places.next_of(rows)) is logits
-    assert table.num_to_score(rows, np.array([9])).tolist() == [0]
+    assert table.take_scored(rows, np.array([9])) is None
 
 
 # --- the distribution of many samples ---------------------------------------------------------

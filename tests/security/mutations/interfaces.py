@@ -177,9 +177,12 @@ OPTIONS = Field(
     *(({"x": 1},), refused("unsupported"), "stream"),
 )
 KWARGS = Field(
-    *("chat_template_kwargs", (), ({}, None), OBJECT),
-    ({"a": 1}, {"tokenize": True}, {"": 1}, {"messages'": DEEP}),
+    *("chat_template_kwargs", (), ({}, {"a": 1}, None), OBJECT),
+    ({"tokenize": True}, {"": 1}, {"messages'": DEEP}),
     refused("unsupported"),
+)
+TEMPLATE = Field(
+    "chat_template", (), ("", None), TEXT, ("{{ 1 }}", "\x00", "{%"), refused("unsupported")
 )
 PARTS: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "98 + 25 ="}]}]
 TALK = [*HELLO, {"role": "assistant", "content": "é\U0001f600"}, {"role": "user", "content": "b"}]
@@ -256,7 +259,7 @@ CHAT = Interface(
     "/v1/chat/completions",
     {"messages": HELLO, "max_tokens": 4} | GREEDY,
     (
-        *(OPENAI_MODEL, TALKS, LENGTH, N, STREAM, OPTIONS, KWARGS, *COMMON, *SAMPLERS),
+        *(OPENAI_MODEL, TALKS, LENGTH, N, STREAM, OPTIONS, KWARGS, TEMPLATE, *COMMON, *SAMPLERS),
         *(flag("return_token_ids"), flag("logprobs", "top"), flag("return_weight_versions")),
         Field("top_logprobs", (), (0, None), (*INT, 1, 5), group="top"),
         Field("max_completion_tokens", (), (4, 5, None), INT, group="length"),
@@ -382,13 +385,13 @@ TOKENIZE = Interface(
     "/tokenize",
     {"prompt": "98 + 25 ="},
     (
-        OPENAI_MODEL,
+        *(OPENAI_MODEL, TEMPLATE),
         Field("prompt", ("", "é\U0001f600"), (), TEXT, (LONG,), TOO_LONG, "prompt"),
         Field("messages", (), (None,), (HELLO, [], 1), group="prompt"),
         flag("add_special_tokens"),
         Field("return_token_strs", (True,), (False, None), BOOL),
     ),
-    unsupported=("truncate_prompt_tokens", "chat_template", "colour"),
+    unsupported=("truncate_prompt_tokens", "colour"),
     needed=(("prompt", "invalid_request"),),
 )
 DETOKENIZE = Interface(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -13,10 +13,15 @@ from ...config import AdapterError, is_adapter_id
 from ...pipeline.client import BusClient
 from ...store.loaded_adapter import LoadedAdapter
 
-if TYPE_CHECKING:
-    from .lane_state import ServedModels
-
 _ADAPTER_FILE = "adapter_config.json"
+
+
+class Served(Protocol):
+    """The adapters that requests may name: a `ServedModels`."""
+
+    async def adapters(self) -> tuple[LoadedAdapter, ...]: ...
+
+    async def wait_for(self, id: str, *, loaded: bool) -> None: ...
 
 
 class AdapterFolders:
@@ -39,7 +44,7 @@ class AdapterFolders:
             del self._used[name]
             self._used[name] = None
 
-    async def load(self, name: str, served: ServedModels) -> bool:
+    async def load(self, name: str, served: Served) -> bool:
         """Load an adapter; return False if no subfolder has it.
 
         Raises:

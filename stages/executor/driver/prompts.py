@@ -20,6 +20,31 @@ if TYPE_CHECKING:
     from .support import Support
 
 
+def take_scored(table: SequenceTable, rows: IntArray, num_tokens: IntArray) -> ScoredPlaces | None:
+    """Return the positions of prompts whose logits a step of so many tokens reads, for logprobs of
+    the tokens after them; None without any. Each position is returned once."""
+    which, positions = [], []
+    for index in np.flatnonzero(table.scores[rows]).tolist():
+        row = rows[index]
+        last = int(table.num_known[row] - table.num_generated[row]) - 1
+        start = int(table.num_computed[row])
+        end = start + int(num_tokens[index])
+        table.scores[row] = end <= last
+        if table.prompt_logprobs[row] >= 0:
+            found = np.arange(max(start, int(table.score_start[row])), min(end, last))
+        else:
+            targets: Targets = table.targets[row]
+            found = targets.positions[targets.within(start, min(end, last))]
+        if len(found):
+            which.append(index)
+            positions.append(found)
+    if not which:
+        return None
+    counts = np.array([*map(len, positions)], np.int64)
+    where = np.array(which, np.int64)
+    return ScoredPlaces(where, rows[where], counts, np.concatenate(positions))
+
+
 def score_prompts(
     table: SequenceTable, logits: Tensor, places: ScoredPlaces, *, raw: bool, kernels: bool
 ) -> PromptScores:
@@ -30,7 +55,7 @@ def score_prompts(
     Args:
         table: The sequences.
         logits: `[places, vocab]` float32 of the model.
-        places: From `SequenceTable.take_scored`.
+        places: From `take_scored`.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
     """

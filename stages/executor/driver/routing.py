@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,10 @@ from torch import Tensor
 from ....bus.parts.columns import Columns
 from ....bus.parts.experts import EXPERTS_DTYPE, PromptExperts
 from ..runner.interface import IntArray, StepOutput
-from ..runner.routing import Routers
 from .sequences import Places, SequenceTable
+
+if TYPE_CHECKING:
+    from ..runner.interface import Routers
 
 
 class RoutedPass(NamedTuple):

@@ -6,7 +6,7 @@ A step over many sequences is a constant number of numpy operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -17,9 +17,6 @@ from ....bus.parts.speculation import Prediction
 from ....bus.steps import NewSequence
 from ....config import Constraint, SamplingParams
 from ..runner.interface import NO_ADAPTER, IntArray
-
-if TYPE_CHECKING:
-    from .targets import ScoredPlaces
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -329,15 +326,6 @@ class SequenceTable:
         which = np.flatnonzero(positions < self.num_forced[places.rows])
         pairs = zip(places.rows[which].tolist(), positions[which].tolist(), strict=True)
         return which, np.array([self.forced[row][position] for row, position in pairs], np.int64)
-
-    def take_scored(self, rows: IntArray, num_tokens: IntArray) -> ScoredPlaces | None:
-        """Return the positions of prompts whose logits a step of so many tokens reads; see
-        `targets.take_scored`."""
-        if not self.scores[rows].any():
-            return None
-        from .targets import take_scored
-
-        return take_scored(self, rows, num_tokens)
 
     def _enlarge(self) -> None:
         """Double the number of rows."""

@@ -44,7 +44,7 @@ from .sequences import BoolArray, Places, SequenceTable
 if TYPE_CHECKING:
     from ....bus.parts.experts import PromptExperts
     from ..runner.graphs import DecodeGraphs
-    from ..runner.routing import Routers
+    from ..runner.interface import Routers
     from .images import SequenceImages
     from .pooling import PromptPooler
     from .speculation.drafts import Draft
@@ -264,7 +264,11 @@ class StepRunner:
         logits_of: IntArray | None = None
         if not num_tokens.all():
             step, samples, logits_of = _computing_rows(step, samples)
-        scored = table.take_scored(step.rows, step.num_tokens)
+        scored = None
+        if table.scores[step.rows].any():
+            from .prompts import take_scored
+
+            scored = take_scored(table, step.rows, step.num_tokens)
         # A graph has no adapters, and one token for each sequence.
         routes = bool(table.routes[rows].any())
         plain = not routes and samples.all() and scored is None and (table.adapter[rows] < 0).all()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from ..runner.interface import IntArray
-
-if TYPE_CHECKING:
-    from .sequences import SequenceTable
 
 
 class ScoredPlaces(NamedTuple):
@@ -59,28 +56,3 @@ class Targets(NamedTuple):
         """Return the rows at positions from `start` on and before `end`."""
         first, last = np.searchsorted(self.positions, (start, end))
         return slice(int(first), int(last))
-
-
-def take_scored(table: SequenceTable, rows: IntArray, num_tokens: IntArray) -> ScoredPlaces | None:
-    """Return the positions of prompts whose logits a step of so many tokens reads, for logprobs of
-    the tokens after them; None without any. Each position is returned once."""
-    which, positions = [], []
-    for index in np.flatnonzero(table.scores[rows]).tolist():
-        row = rows[index]
-        last = int(table.num_known[row] - table.num_generated[row]) - 1
-        start = int(table.num_computed[row])
-        end = start + int(num_tokens[index])
-        table.scores[row] = end <= last
-        if table.prompt_logprobs[row] >= 0:
-            found = np.arange(max(start, int(table.score_start[row])), min(end, last))
-        else:
-            targets: Targets = table.targets[row]
-            found = targets.positions[targets.within(start, min(end, last))]
-        if len(found):
-            which.append(index)
-            positions.append(found)
-    if not which:
-        return None
-    counts = np.array([*map(len, positions)], np.int64)
-    where = np.array(which, np.int64)
-    return ScoredPlaces(where, rows[where], counts, np.concatenate(positions))

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .deterministic import Determinism
     from .ranks.commands import Reply
     from .ranks.processes import Ranks
+    from .routing import Routers as Routers
 
 
 class ModelRunner(msgspec.Struct, frozen=True, eq=False):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from ..linear.method import LinearMethod, LoraPair
 from ..loaded_model import LoadedModel
 from ..shards import Box
 from .adapter import Adapter
-
-if TYPE_CHECKING:
-    from .table import AdapterTable
 
 MOST_TOGETHER = 512
 """The largest total rank for which all adapters are computed together."""
@@ -79,13 +76,20 @@ class Layer:
         }
 
 
+class HasStep(Protocol):
+    """Whatever holds the adapters of the step that runs, if it has any."""
+
+    @property
+    def current(self) -> AdapterStep | None: ...
+
+
 class AdaptedLinear(LinearMethod):
     """A linear layer whose output adapters are added to. Weights and updates are the layer's own.
 
     The kernels, which compute several layers in one product, don't have it.
     """
 
-    def __init__(self, method: LinearMethod, added: Layer, adapters: AdapterTable) -> None:
+    def __init__(self, method: LinearMethod, added: Layer, adapters: HasStep) -> None:
         """Add the adapters' matrices for this layer, `added`, within `adapters.applied`."""
         self.inputs, self.outputs = method.inputs, method.outputs
         self._method, self._added, self._adapters = method, added, adapters

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..agents.recording import RecordedCall, Recorder
+from .served import MODEL
 from .trainers import Trainer
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -71,7 +72,9 @@ def fields_of(value: Any) -> Any:
 def reduced(value: Any) -> Any:
     """Return a body with the same fields, short texts, and few tokens."""
     if isinstance(value, dict):
-        return {name: reduced(each) for name, each in value.items()}
+        made = {name: reduced(each) for name, each in value.items()}
+        # A folder stands for the model by an alias of the run's server.
+        return made | ({"model": MODEL} if "/" in str(value.get("model", "")) else {})
     if isinstance(value, list):
         return [reduced(each) for each in value[:_MOST_TOKENS]]
     if isinstance(value, str) and _LONG.search(value):

@@ -257,6 +257,10 @@ class Connection(H11Protocol):
         super().data_received(data)
         self.update()
 
+    def _should_upgrade(self) -> bool:
+        # A handshake is a GET (RFC 6455); elsewhere the header is an offer that is not taken.
+        return self.scope["method"] == "GET" and super()._should_upgrade()
+
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """Hand the connection on; from here on it is no connection of HTTP."""
         self._left = True

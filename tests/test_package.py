@@ -26,7 +26,7 @@ from .programs import Ran, run
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("*.py", "*.c", "*.h", "*.proto", "*.binpb")
-USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "ray")
+USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "parquet", "ray", "arc")
 OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 

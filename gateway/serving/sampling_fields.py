@@ -62,7 +62,6 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         "flat_logprobs": "only about vLLM's memory",
         "include_stop_str_in_output": _NO_TEXT,
         "output_kind": "`stream` decides",
-        "routed_experts_prompt_start": "only about experts that are reported",
         "skip_special_tokens": _NO_TEXT,
         "spaces_between_special_tokens": "only for slow tokenizers",
     }

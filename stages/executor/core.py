@@ -18,8 +18,8 @@ from ..parts import Kind
 from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
 from .driver.sampled import Sampled, TokenFeed, UnreadTokens
-from .driver.sequences import SequenceTable
-from .driver.step import BegunStep, LaunchedStep, StepRunner, started_sequences
+from .driver.sequences import SequenceTable, started_sequences
+from .driver.step import BegunStep, LaunchedStep, StepRunner
 from .parts import ExecutorState, Part, load_companion, make_parts
 from .runner.attention.backend import AttentionBackend
 from .runner.batch import Uploader

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nano_inference.config import Config, EngineConfig
-from nano_inference.pipeline import client
+from nano_inference.pipeline import client_weights
 
 from .. import oracle
 from ..stages.executor.runner.adapters.making import make_adapter
@@ -143,7 +143,7 @@ def test_memory_is_released_and_resumed(run: Run, on_served: Config) -> None:
 
 
 def test_without_a_pipeline(run: Run, on_nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(client_weights, "ANSWER_S", 0.2)
     update = run("weights", "update", "--folder", "x", "--timeout", "0.1")
     assert_refused(update, "can't answer while it is loading or not running")
 

@@ -20,7 +20,7 @@ from nano_inference.bus import weights as handoff
 from nano_inference.bus.control import Pause
 from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights, StagedWeights
 from nano_inference.config import BusError
-from nano_inference.pipeline import client
+from nano_inference.pipeline import client, client_weights
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
 
@@ -47,7 +47,7 @@ from .conftest import MakeConfig, both_buses
 
 SHORT_MODEL = True
 # Below the time after which a client gives an answer up.
-ANSWERED_S = client.ANSWER_S - 5
+ANSWERED_S = client_weights.ANSWER_S - 5
 Spell = Callable[[Mapping[str, Tensor], int], State]
 
 
@@ -241,7 +241,7 @@ async def test_an_unanswered_update_is_an_error(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a pipeline an operation ends with an error, within its time."""
-    monkeypatch.setattr(client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(client_weights, "ANSWER_S", 0.2)
     bus = open_bus(make_config().bus)
     try:
         with raises("no_answer", kind=BusError):

@@ -17,8 +17,7 @@ from nano_inference.bus import weights as handoff
 from nano_inference.bus.control import FinishUpdate
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError
-from nano_inference.pipeline import client as client_module
-from nano_inference.pipeline import stage_control
+from nano_inference.pipeline import client_weights, stage_control
 from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.parts.weights import WeightChanges
@@ -234,7 +233,7 @@ async def test_a_caller_that_leaves_gives_the_update_up(
 async def test_a_silent_executor_is_named(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(client_weights, "ANSWER_S", 0.2)
     monkeypatch.setattr(stage_control, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(several.updates[1], "obey", lambda *args: asyncio.sleep(0))
     with raises("no_answer", kind=BusError) as silent:
@@ -265,7 +264,7 @@ async def test_an_update_waits_for_an_executor_that_is_loading(
     request = asyncio.create_task(client.complete(greedy(0, 3)))
     await until_known()
     with monkeypatch.context() as short:
-        short.setattr(client_module, "ANSWER_S", 0.1)
+        short.setattr(client_weights, "ANSWER_S", 0.1)
         with raises("no_answer", "loading", kind=BusError):
             await client.update_weights(oracle.announcing(loaded, 1))
     update = asyncio.create_task(client.update_weights(oracle.announcing(loaded, 1)))

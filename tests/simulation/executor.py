@@ -17,7 +17,7 @@ from nano_inference.bus.parts.states import StateCapacity
 from nano_inference.bus.sections import Section
 from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
 from nano_inference.config import EngineConfig, WeightsError
-from nano_inference.stages.executor.driver.step import started_sequences
+from nano_inference.stages.executor.driver.sequences import started_sequences
 from nano_inference.stages.executor.parts.adapters import AdapterChanges
 from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.parts.tiers import Tiers

@@ -224,7 +224,7 @@ class HttpCall:
         for span in choice["weight_versions"]:
             if span["start"] != before + (span["start"] - choice["weight_versions"][0]["start"]):
                 raise NanoInferenceError("a part begins elsewhere", code="gap")
-            versions.append((span["version"], span["start"]))
+            versions.append((int(span["version"]), span["start"]))
         if choice["finish_reason"]:
             self._reasons[index] = choice["finish_reason"]
         chunk = CompletionChunk(

@@ -410,7 +410,7 @@ OLD_DEFECTS = (
     ),
     Defect(
         "two requests under one entry id are one",
-        "bus/entries.py",
+        "bus/entry_keys.py",
         'return f"{entry_id} {request_id}"',
         "return entry_id",
     ),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ....bus.messages import DEFAULT_SCOPE, CacheScope, RequestInfo
 from ....bus.parts.speculation import Prediction
-from ....bus.steps import NewSequence
+from ....bus.steps import AUDIT_SEQ_ID, NewSequence, StartedSequence, StepPlan
 from ....config import Constraint, SamplingParams
 from ..runner.interface import NO_ADAPTER, IntArray
 
@@ -345,3 +345,24 @@ class SequenceTable:
             f"{self.num_computed[row]} computed, {self.num_known[row]} known and "
             f"{self.num_blocks[row]} blocks"
         )
+
+
+def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
+    """Return entries for the new sequences of a plan that belong to requests."""
+    return tuple(
+        StartedSequence(
+            seq_id=new.seq_id,
+            sample_index=new.sample.sample_index,
+            request_id=new.info.request_id,
+            entry_id=new.info.entry_id,
+            num_cached=new.num_cached,
+            num_generated=new.num_generated,
+            executed_ns=executed_ns,
+            queued=new.info.queued,
+            handed_over=new.handed_over,
+            hands_over=new.hands_over,
+            parts=new.onward,
+        )
+        for new in plan.new
+        if new.seq_id != AUDIT_SEQ_ID
+    )

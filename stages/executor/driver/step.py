@@ -23,7 +23,7 @@ from ....bus.parts.images import PromptMedia
 from ....bus.parts.scoring import PromptScores
 from ....bus.parts.speculation import VerifiedDraft
 from ....bus.sections import Section
-from ....bus.steps import AUDIT_SEQ_ID, NewSequence, StartedSequence, StepPlan
+from ....bus.steps import NewSequence, StepPlan
 from ....bus.times import StepTimes
 from ..runner.interface import (
     IntArray,
@@ -514,24 +514,3 @@ def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
     """Add a row for each drafted token, after the row of its sequence."""
     row, ahead = flatten_rows(np.zeros_like(step.rows), drafts.counts + 1)
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
-
-
-def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
-    """Return entries for the new sequences of a plan that belong to requests."""
-    return tuple(
-        StartedSequence(
-            seq_id=new.seq_id,
-            sample_index=new.sample.sample_index,
-            request_id=new.info.request_id,
-            entry_id=new.info.entry_id,
-            num_cached=new.num_cached,
-            num_generated=new.num_generated,
-            executed_ns=executed_ns,
-            queued=new.info.queued,
-            handed_over=new.handed_over,
-            hands_over=new.hands_over,
-            parts=new.onward,
-        )
-        for new in plan.new
-        if new.seq_id != AUDIT_SEQ_ID
-    )

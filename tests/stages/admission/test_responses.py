@@ -154,6 +154,8 @@ def test_fields_that_change_no_token_are_not_in_the_key(
         {"logit_bias": {5: 1.0}},
         {"min_tokens": 2},
         {"logprobs": 2},
+        {"forced_tokens": (5,)},
+        {"return_sampling_mask": True},
         {"constraint": Constraint(choice=("a", "b"))},
         {"constraint": Constraint(choice=("b", "a"))},
         {"constraint": Constraint(json_schema={"type": "object", "title": "t"})},
@@ -180,6 +182,7 @@ def test_every_parameter_is_in_the_key_or_known_to_change_nothing() -> None:
     tried = {name for row in text for name in row}
     rest = set(SamplingParams.__struct_fields__) - tried
     scored = {"prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"}
+    scored |= {"prompt_sampling_masks"}
     routed = {"return_routed_experts", "routed_experts_prompt_start"}
     assert rest == {"max_draft_tokens", "response_cache", *scored, *routed}
 

@@ -278,14 +278,15 @@ class StepRunner:
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
         inputs, last_token = self._inputs(step, samples, scored, all_read=routes)
-        start = partial(self.runner.start, inputs, with_states=bool(table.pools[step.rows].any()))
+        with_states = bool(table.pools[step.rows].any())
         if routes:
             from .routing import start_routed
 
+            start = partial(self.runner.start, inputs, with_states=with_states)
             about = step.rows, step.starts, step.num_tokens, last_token
             output = start_routed(self.routers, start, table, *about, last_token[samples])
         else:
-            output = start()
+            output = self.runner.start(inputs, with_states=with_states)
         table.num_computed[rows] = ends
         if self.states is not None:
             self.states.advance(rows, num_tokens, ends)

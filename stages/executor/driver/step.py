@@ -270,7 +270,7 @@ class StepRunner:
 
             scored = take_scored(table, step.rows, step.num_tokens)
         # A graph has no adapters, and one token for each sequence.
-        routes = bool(table.routes[rows].any())
+        routes = table.routes[rows].any()
         plain = not routes and samples.all() and scored is None and (table.adapter[rows] < 0).all()
         if self.images is not None and self.images.in_step(rows, table.num_computed[rows]):
             plain = False
@@ -278,15 +278,15 @@ class StepRunner:
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
         inputs, last_token = self._inputs(step, samples, scored, all_read=routes)
-        with_states = bool(table.pools[step.rows].any())
         if routes:
             from .routing import start_routed
 
-            start = partial(self.runner.start, inputs, with_states=with_states)
+            states = bool(table.pools[step.rows].any())
+            start = partial(self.runner.start, inputs, with_states=states)
             about = step.rows, step.starts, step.num_tokens, last_token
             output = start_routed(self.routers, start, table, *about, last_token[samples])
         else:
-            output = self.runner.start(inputs, with_states=with_states)
+            output = self.runner.start(inputs, with_states=bool(table.pools[step.rows].any()))
         table.num_computed[rows] = ends
         if self.states is not None:
             self.states.advance(rows, num_tokens, ends)
@@ -370,7 +370,12 @@ class StepRunner:
         return self.pooler.take(step.rows, step.starts, own, versions)
 
     def _inputs(
-        self, step: _Pass, samples: BoolArray, to_score: ScoredPlaces | None, *, all_read: bool
+        self,
+        step: _Pass,
+        samples: BoolArray,
+        to_score: ScoredPlaces | None,
+        *,
+        all_read: bool | np.bool_,
     ) -> tuple[StepInputs, IntArray]:
         """Return the inputs of a pass, and the index of each row's last token. Logits of sampling
         rows come before those of prompts to score."""
@@ -449,7 +454,8 @@ class StepRunner:
             temperatures, numbers = (part.view(torch.float64) for part in packed)
             tokens, logprobs = sample_plain(logits, temperatures, numbers)
             return self._count(places, ChosenTokens(tokens, logprobs, columns=columns))
-        return self._count(places, self.chooser.choose(logits, places, masks).with_columns(columns))
+        chosen = self.chooser.choose(logits, places, masks)
+        return self._count(places, chosen.with_columns(columns) if columns else chosen)
 
     def _verify(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
+from ..ranks.rank_error import RankError
 from ..shards import NewShard, NewWeight, Receipt, ShardedWeights
 from .checks import (
     WeightLimits,
@@ -255,6 +256,7 @@ class WeightSyncManager:
         Raises:
             WeightsError: They were changed meanwhile and can't be written: nothing has changed.
                 Or writing failed midway (`weights_lost`), and `empty` is true.
+            RankError: A rank has ended, and with it the executor: its successor has weights.
         """
         if self._pending is None:
             return False
@@ -265,8 +267,8 @@ class WeightSyncManager:
         except BaseException as error:
             self.empty = True
             self.lost = f"{type(error).__name__}: {shown(str(error))}"
-            if not isinstance(error, Exception):
-                raise  # interrupted
+            if isinstance(error, RankError) or not isinstance(error, Exception):
+                raise
             raise weights_lost(self.lost) from error
         self.version = version
         self.empty = False

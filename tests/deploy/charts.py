@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import helm_python as helm
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +15,11 @@ OVERLAYS = {path.stem: path for path in sorted((CHART / "values").glob("*.yaml")
 RELEASE, NAMESPACE = "demo", "ai"
 
 Values = dict[str, Any]
+
+
+def library() -> Any:
+    """Helm. (Its runtime takes seconds to start, and every worker imports this file.)"""
+    return import_module("helm_python")
 
 
 def merged(*layers: Values) -> Values:
@@ -46,6 +51,7 @@ def rendered(values: Values, release: str = RELEASE, namespace: str = NAMESPACE)
     Raises:
         helm.HelmError: The chart refuses the values.
     """
+    helm = library()
     with helm.Chart.load(CHART) as chart:
         texts = chart.render(values, name=release, namespace=namespace)
     return [
@@ -59,6 +65,7 @@ def rendered(values: Values, release: str = RELEASE, namespace: str = NAMESPACE)
 
 def notes(values: Values) -> str:
     """Return the notes that `helm install` prints at its end."""
+    helm = library()
     with helm.Chart.load(CHART) as chart:
         texts = chart.render(values, name=RELEASE, namespace=NAMESPACE)
     (text,) = [text for name, text in texts.items() if name.endswith("NOTES.txt")]

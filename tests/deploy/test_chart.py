@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import helm_python as helm
 import kubernetes_validate
 import pytest
 import yaml
@@ -24,6 +23,7 @@ from .charts import (
     OVERLAYS,
     ROOT,
     Values,
+    library,
     merged,
     one,
     pod_of,
@@ -445,7 +445,7 @@ REFUSED: dict[str, tuple[Values, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_unworkable_values_are_refused(case: str) -> None:
     more, message = REFUSED[case]
-    with pytest.raises(helm.HelmError, match=re.escape(message)) as refused:
+    with pytest.raises(library().HelmError, match=re.escape(message)) as refused:
         rendered(merged(values_of(None), more))
     assert "s3cret" not in str(refused.value)
 
@@ -467,7 +467,7 @@ def test_drain_ends_before_the_kill() -> None:
 
 def test_lint_finds_nothing() -> None:
     for values in (values_of(None), values_of("prefill-decode")):
-        found = helm.lint(CHART, values, strict=True, namespace=NAMESPACE)
+        found = library().lint(CHART, values, strict=True, namespace=NAMESPACE)
         assert [each["error"] for each in found["messages"]] == ["icon is recommended"]
 
 

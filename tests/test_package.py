@@ -87,6 +87,7 @@ number: int = engine.generate(["a"])
 
 
 @pytest.mark.slow
+@pytest.mark.soak(only=True)
 def test_type_checkers_find_an_editable_installation(tmp_path: Path) -> None:
     """They check a file outside of the tree, in an environment that has the package alone."""
     venv.create(tmp_path / "venv", symlinks=True)

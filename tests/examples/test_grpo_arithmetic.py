@@ -263,7 +263,7 @@ def test_a_blocking_run_reports_its_work(console: Console) -> None:
     assert found["generating"] + found["training"] <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak(only=True)
 def test_in_flight_run_generates_while_it_trains(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nano_inference import FolderWeights, InferenceEngine, SharedWeights
 
+from ..soaking import in_soak
 from ..stages.executor.models import make_model, save
 from ..stages.executor.references import generate
 from ..stages.executor.report import MAX_DIFFERENCE
@@ -34,7 +35,7 @@ def update(engine: InferenceEngine, new: Mapping[str, Tensor], way: str, folder:
             engine.update_weights(shared.source, partial=True)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("name", [in_soak("lfm2"), "qwen3_5_text"])
 def test_each_parameter_s_update_gives_transformers_logprobs(name: str, tmp_path: Path) -> None:
     """One by one, from each source in turn."""
     model = make_model(name, head_dim=32)

@@ -20,7 +20,7 @@ from .world import World
 
 SOAK_S = 3600 * float(os.environ.get("HOURS", "1"))
 """`make soak HOURS=6` searches for longer."""
-SEEDS = 200
+SEEDS = 120
 """Number of short stories, most of them in memory, in equal parts for the workers."""
 
 ON_REDIS = (0, GATEWAY_DIGITS[0])

@@ -437,15 +437,11 @@ class StepRunner:
         table.num_computed[rows] += 1
         places = Places.next_of(rows)
         if not self._all_plain(rows):
-            return self._sample(logits, places, masks)
+            return self._sample(logits, places, masks, NO_COLUMNS)
         return self.unread.add(places, tokens, logprobs, (), fed=True)
 
     def _sample(
-        self,
-        logits: Tensor,
-        places: Places,
-        masks: PendingMasks | None,
-        columns: Columns = NO_COLUMNS,
+        self, logits: Tensor, places: Places, masks: PendingMasks | None, columns: Columns
     ) -> SampledRows:
         """Choose a token for each place, without drafted tokens."""
         rows = places.rows

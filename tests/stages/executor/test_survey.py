@@ -12,11 +12,9 @@ EVERY_DAY = {
     "afmoe": "equal",  # the mask by keyword
     "video_llama_3": "refused",  # logits of all tokens
     "gemma4_text, shared KV": "equal",  # heads of several widths
-    "granitemoehybrid, attention alone": "equal",  # a class with recurrent layers, without any
     "idefics2": "equal",  # text of a model whose images are not supported
     "llama4_text, shorter than a chunk": "equal",  # a temperature by position
     "minimax_m3_vl_text, sparse attention": "equal",  # an indexer of blocks
-    "nemotron": "equal",  # layers that drop keywords
 }
 
 

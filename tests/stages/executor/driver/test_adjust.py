@@ -216,7 +216,7 @@ PENALTIES: dict[str, Any] = {
         in_soak({**PENALTIES, "temperature": 1.5}),
         in_soak({**PENALTIES, "temperature": 1.5, "top_k": 15}),
         in_soak({**PENALTIES, "temperature": 1.5, "top_p": 0.8}),
-        {**PENALTIES, "temperature": 1.5, "min_p": 0.05},
+        in_soak({**PENALTIES, "temperature": 1.5, "min_p": 0.05}),
     ],
     ids=str,
 )

@@ -270,6 +270,12 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
+    def concerns_prompt(self) -> bool:
+        """Whether a parameter is about logprobs of the prompt."""
+        start, masks = self.prompt_logprob_start, self.prompt_sampling_masks
+        return self.scores_prompt or bool(start) or masks is not None
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether logprobs at positions of the prompt are wanted."""
         return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None

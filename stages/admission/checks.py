@@ -350,7 +350,7 @@ def result_bytes(
     """
     logprob = LOGPROB_BYTES * (2 if reference else 1)
     token = TOKEN_ID_BYTES + logprob + TEXT_BYTES + _tops_bytes(sampling.logprobs)
-    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
+    if sampling.is_limited:
         token += LOGPROB_BYTES
     size = COMPLETION_BYTES + num_prompt_tokens * TOKEN_ID_BYTES + n * sampling.max_tokens * token
     if sampling.prompt_logprobs is not None:

@@ -31,12 +31,17 @@ AT_A_TIME = 2
 
 
 def is_long(entry: RequestEntry) -> bool:
-    """Return whether an entry's texts take long to tokenise, its images to decode, or its
-    constraint to compile."""
+    """Return whether an entry's texts take long to tokenise, its images to decode, its constraint
+    to compile, or its prompt to be found: that of a fork is in another request's output."""
     request = entry.request
     if not isinstance(request, GenerateRequest):
         return False
-    return bool(request.sampling.constraint is not None or request.images or _is_long_text(request))
+    return bool(
+        request.sampling.constraint is not None
+        or request.images
+        or request.fork is not None
+        or _is_long_text(request)
+    )
 
 
 def is_fork(entry: RequestEntry) -> bool:

@@ -61,9 +61,8 @@ class SamplingLimits:
                 f"cache and the lane has {slots}; {advice}, or give the engine more memory",
                 code="exceeds_kv_capacity",
             )
-        if sampling.scores_prompt or sampling.prompt_logprob_start:
+        if sampling.concerns_prompt:
             check_targets(sampling, num_prompt_tokens, capacity.vocab_size)
-        if sampling.prompt_sampling_masks is not None:
             masks = packed_masks(sampling, num_prompt_tokens, capacity.vocab_size)
             sampling = msgspec.structs.replace(sampling, prompt_sampling_masks=masks)
         stop_token_ids = sampling.stop_token_ids

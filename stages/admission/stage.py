@@ -660,4 +660,4 @@ class AdmissionStage(Actor):
 
     def _takes_long(self, entry: RequestEntry) -> bool:
         """Return whether an entry is to be tokenised apart, while others pass."""
-        return is_fork(entry) or (is_long(entry) and self._core.may_fit(entry))
+        return is_long(entry) and (is_fork(entry) or self._core.may_fit(entry))

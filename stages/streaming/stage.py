@@ -146,7 +146,6 @@ class StreamingStage(Actor):
         outputs: list[tuple[str, list[Output]]] = []
         retracted: list[tuple[str, Sequence[int]]] = []
         all_ended: list[EndedRequest] = []
-        turns: list[Completion] = []  # of sessions, for their token trees
         unasked: dict[str, None] = {}
         for each in deliveries:
             if each.halts:
@@ -158,8 +157,6 @@ class StreamingStage(Actor):
                 retracted += each.retracted.items()
             for ended in each.ended:
                 all_ended.append(ended)
-                if ended.completion.session is not None:
-                    turns.append(ended.completion)
                 timings = ended.completion.timings
                 if timings.first_token_ns and timings.of("executor") is not None:
                     self._throughput.first_token(timings.first_token_ns - timings.received_ns)
@@ -172,11 +169,11 @@ class StreamingStage(Actor):
             await self.send(at(HALTS, replica), StopSequences(tuple(seq_ids)), epoch=epoch)
         for each in deliveries:
             await self._score(each.to_score, each.replica, epoch)
-        if turns:
-            await self._keep_turns(turns, epoch)
+        if all_ended:
+            await self._keep_turns(all_ended, epoch)
         lost = await self._deliver(outputs, epoch) if outputs else frozenset()
-        if lost and turns:
-            await self._keep_turns(turns, epoch, lost)
+        if lost:
+            await self._keep_turns(all_ended, epoch, lost)
         for ended in all_ended:
             completion = ended.completion
             if entry_key(completion.entry_id, completion.request_id) not in lost:
@@ -192,9 +189,12 @@ class StreamingStage(Actor):
             trace_end(self, ended)
 
     async def _keep_turns(
-        self, turns: Sequence[Completion], epoch: int, lost: Collection[str] = ()
+        self, ended: Sequence[EndedRequest], epoch: int, lost: Collection[str] = ()
     ) -> None:
         """Keep completions in the token trees of their sessions; delete those that are `lost`."""
+        turns = [each.completion for each in ended if each.completion.session is not None]
+        if not turns:
+            return
         from ...bus.trees import forget, keep
 
         trees = self.bus.store.trees

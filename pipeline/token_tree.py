@@ -8,7 +8,7 @@ rendered. So a sampled token in a prompt stays sampled exactly if all tokens bef
 after which it was sampled.
 
 The tree is a function of the set of turns. A prompt is longer than all prompts that it continues,
-so turns join in the order of their prompts' lengths, whatever the order in which they came.
+so turns join in the order of their prompts' lengths, not of their arrival.
 
     system, user ──► sample ──► tool's result ──► sample ──► user ──► sample     a path: one example
                           └───► sample 2 (n = 2)                                 another

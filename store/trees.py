@@ -43,7 +43,7 @@ class KeptTurn(NamedTuple):
     Attributes:
         key: The identity of its entry.
         prompt: `[prompt]`, its tokens.
-        record: Whatever its creator needs besides; opaque to the store.
+        record: Further data of its creator, opaque to the store.
     """
 
     key: str

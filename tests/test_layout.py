@@ -121,7 +121,7 @@ def test_no_file_and_no_function_is_long() -> None:
     assert {name: size for name, size in functions.items() if size > LINES_OF_A_FUNCTION} == {}
 
 
-LINES_LOADED = {"stages/batching/core.py": 3_700, "pipeline/engine.py": 14_900}
+LINES_LOADED = {"stages/batching/core.py": 3_700, "pipeline/engine.py": 14_750}
 """Most lines of code that importing a file loads, its own included."""
 
 
@@ -189,10 +189,10 @@ def test_no_work_waits_for_the_threads_that_all_share() -> None:
 
 def test_each_sampling_parameter_is_checked_by_admission() -> None:
     """By the range in the table, or by a check of its own; every truth value is good."""
-    source = (ROOT / "stages" / "admission" / "checks.py").read_text()
     refused = {
         node.value.removeprefix("invalid_")
-        for node in ast.walk(ast.parse(source))
+        for path in (ROOT / "stages" / "admission").glob("*checks.py")
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     assert set(PARAMETERS) - refused - RANGES.keys() == {
@@ -204,7 +204,7 @@ def test_each_sampling_parameter_is_read_by_a_stage() -> None:
     """Beyond the check of its range."""
     read: set[str] = set()
     for path in (ROOT / "stages").rglob("*.py"):
-        if path.name != "checks.py":
+        if not path.name.endswith("checks.py"):
             read |= set(re.findall(r"\bsampling\.(\w+)", path.read_text()))
     assert set(SamplingParams.__struct_fields__) <= read
 

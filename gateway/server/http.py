@@ -347,12 +347,13 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
     except msgspec.ValidationError as error:
         place = _PLACE.search(str(error))
         param = place[1] if place else None
-        told = told_of(error)
-        if isinstance(found, dict) and told.startswith("Expected `int`") and _KEY in told:
+        message = told_of(error)
+        if isinstance(found, dict) and message.startswith("Expected `int`") and _KEY in message:
             # msgspec names no key; JSON's keys are texts.
             keys = [key for key in found if not str(key).removeprefix("-").isdecimal()]
-            told = f"the key {shown(keys[0])} has to be a whole number" if keys else told
-        raise FieldError(f"{what}: {told}", param=param) from None
+            if keys:
+                message = f"the key {shown(keys[0])} has to be a whole number"
+        raise FieldError(f"{what}: {message}", param=param) from None
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Adapters that calls name before anybody loads them: subfolders of `gateway.adapter_folder`."""
+"""Adapters that are loaded when a call names them: subfolders of `gateway.adapter_folder`."""
 
 from __future__ import annotations
 

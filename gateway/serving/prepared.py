@@ -248,8 +248,8 @@ def about_tools(reading: Reading | None) -> Iterator[None]:
     except NanoInferenceError as error:
         if error.code != "invalid_constraint" or reading is None or not reading.tools:
             raise
-        told = _about_one(error.message, reading)
-        raise FieldError(told, param="tools", code=error.code) from None
+        message = _about_one(error.message, reading)
+        raise FieldError(message, param="tools", code=error.code) from None
 
 
 def _about_one(message: str, reading: Reading) -> str:

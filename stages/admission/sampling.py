@@ -12,13 +12,9 @@ from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, prompt_too_long
 from ...text.grammar import plain
 from .checks import (
-    check_experts,
-    check_forced_tokens,
     check_min_tokens,
     check_result_size,
     check_sample_seeds,
-    check_targets,
-    packed_masks,
 )
 
 
@@ -62,6 +58,8 @@ class SamplingLimits:
                 code="exceeds_kv_capacity",
             )
         if sampling.concerns_prompt:
+            from .special_checks import check_targets, packed_masks
+
             check_targets(sampling, num_prompt_tokens, capacity.vocab_size)
             masks = packed_masks(sampling, num_prompt_tokens, capacity.vocab_size)
             sampling = msgspec.structs.replace(sampling, prompt_sampling_masks=masks)
@@ -80,8 +78,12 @@ class SamplingLimits:
         )
         experts_bytes = 0
         if resolved.return_routed_experts or resolved.routed_experts_prompt_start:
+            from .special_checks import check_experts
+
             experts_bytes = check_experts(resolved, capacity)
         if resolved.forced_tokens:
+            from .special_checks import check_forced_tokens
+
             check_forced_tokens(resolved)
         check_result_size(
             resolved,

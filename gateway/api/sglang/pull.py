@@ -100,7 +100,7 @@ def pull_weights(local: Path, base: Path, source: Path, target: int) -> int:
 
 
 def _check_own(local: Path, base: Path, source: Path) -> None:
-    """Raises WeightsError for a folder that would lose files of somebody else."""
+    """Raises WeightsError for a folder with files that no pull has made."""
     places = {base.resolve(), source.resolve()}
     if local.resolve() in places or not local.is_absolute():
         raise WeightsError(

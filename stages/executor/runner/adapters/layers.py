@@ -77,7 +77,7 @@ class Layer:
 
 
 class HasStep(Protocol):
-    """Whatever holds the adapters of the step that runs, if it has any."""
+    """Holder of the adapters of the step that runs, if it has any: an AdapterTable."""
 
     @property
     def current(self) -> AdapterStep | None: ...

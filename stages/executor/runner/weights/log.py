@@ -336,7 +336,7 @@ class WeightLogWriter(WeightLog):
 
     def _prune(self) -> None:
         """Delete the oldest versions, each snapshot with its deltas. The newest snapshot of this
-        run and its deltas stay, whatever the bounds."""
+        run and its deltas stay, beyond the bounds."""
         entries = self.versions()
         segments: list[list[LoggedVersion]] = []
         for each in entries:

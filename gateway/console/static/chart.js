@@ -42,7 +42,7 @@ export function chart(element, title, series, { unit = "", signal, level = false
       width: Math.max(120, element.clientWidth), height: HEIGHT, padding: [8, 26, 0, 0], legend: { show: false },
       cursor: { drag: { x: false, y: false }, points: { size: 6 }, sync: { key: "time" } }, hooks: { setCursor: [read] },
       scales: { x: { time: true, range: () => [from, until] }, y: { range } },
-      axes: [{ ...axis, size: 24, space: 66, incrs: TIMES, values: (_, splits) => splits.map((each) => moment(each, exact)) }, { ...axis, size: 46, space: 34, incrs: WHOLE, values: (_, splits) => splits.map((value) => short(value) + unit) }],
+      axes: [{ ...axis, size: 24, space: 66, incrs: TIMES, values: (_, splits) => splits.map((each) => moment(each, exact)) }, { ...axis, size: 46, space: 26, incrs: WHOLE, values: (_, splits) => splits.map((value) => short(value) + unit) }],
       series: [{}, ...series.map((each) => ({ label: each.label, stroke: color(each.color), width: 1.5, fill: each.fill ? `color-mix(in srgb, ${color(each.color)} 12%, transparent)` : undefined, points: { show: () => data[0].length < 4, size: 5 }, spanGaps: false, paths: each.step ? window.uPlot.paths.stepped({ align: 1 }) : undefined }))],
     }, data, element);
   }

@@ -43,7 +43,7 @@ const COLUMNS = [
   ["id", "request", (each) => shortId(each.name), (each) => each.name],
   ["tenant", "tenant", (each) => each.tenant || "–", (each) => each.tenant],
   ["model", "model", (each) => each.model || "–", (each) => each.model],
-  ["text", "prompt and answer", (each) => [h("b", null, tail(each.prompt) || "–"), " ", h("span", null, each.code ? each.message : each.answer)]],
+  ["text", "prompt and answer", (each) => [h("b", null, tail(each.prompt) || "–"), h("span", null, each.code ? each.message : each.answer)]],
   ["end", "end", ending, ending],
   ["tokens right", "tokens", (each) => (each.state === "refused" ? "–" : number(each.completion_tokens))],
   ["first right", "first", (each) => (each.first_ns ? duration(each.first_ns - each.arrived_ns) : "–")],

@@ -21,6 +21,7 @@ from starlette.responses import RedirectResponse as RedirectResponse
 from starlette.responses import Response as Response
 from starlette.types import Receive, Scope, Send
 
+from ...bus.public import Completion
 from ...config import (
     BusError,
     NanoInferenceError,
@@ -141,11 +142,24 @@ class PartsResponse(Response):
 
 
 class EngineError(RequestError):
-    """The engine has refused a request, or failed. `retry_after_s` as in `ErrorInfo`."""
+    """The engine has refused a request, or failed.
 
-    def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
+    Attributes:
+        retry_after_s: As in `ErrorInfo`.
+        completion: The request's terminal message; None without one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str,
+        retry_after_s: float | None = None,
+        completion: Completion | None = None,
+    ) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
+        self.completion = completion
 
 
 def status_of(error: NanoInferenceError) -> int:

@@ -22,6 +22,7 @@ from ..config import (
     Config,
     ConfigError,
     ModelConfig,
+    NanoInferenceError,
     all_roles,
     as_environment,
     as_text,
@@ -29,7 +30,8 @@ from ..config import (
     redact,
 )
 from ..config.temporary import sweep, temporary_folder
-from ..gateway.gateway import DEFAULT_PORT, check_ports, place_of, url_of
+from ..gateway.gateway import DEFAULT_PORT, check_ports, free_port, place_of, url_of
+from ..pipeline.client import BusClient
 from ..telemetry import setup_logging, setup_metrics
 from .children import Forks, Watchdog
 from .model_files import check_model_files
@@ -38,11 +40,14 @@ from .processes import GATEWAY, Printer, Processes
 from .ray.plan import plan_of
 from .requests import given
 from .running import record, registered
-from .serve import MOST_PORT, GrpcPort, Insecure, port_option
+from .serve import MOST_PORT, GrpcPort, Insecure, announce, port_option
 from .terminal import complain
 
 SERVER_PORT = urlsplit(DEFAULT_URL).port or 0
 """Default port of the embedded server."""
+
+_LOOK_S = 0.25
+"""Time between two looks whether the pipeline is ready."""
 
 _STOPPING = "stopping: requests in flight may finish; a second Ctrl-C kills"
 
@@ -57,7 +62,8 @@ def up(
         int | None, option("--replicas", "Pairs of batching and executor.", min=1)
     ] = None,
     gateway: Annotated[
-        int | None, port_option("--gateway PORT", "Serve HTTP, by a process of its own.")
+        int | None,
+        port_option("--gateway PORT", "Serve HTTP, by a process of its own; 0 for a free port."),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
@@ -92,6 +98,13 @@ def up(
     at once, and its requests continue. On Ctrl-C or SIGTERM to this process, requests in flight may
     finish, within `pipeline.drain_timeout_s`, and all processes stop.
     """
+    if options.bus == "memory":
+        raise ConfigError(
+            "--bus memory is within one process, and `up` runs several; leave it out for an "
+            "embedded server, or run `nano-inference serve`"
+        )
+    if gateway == 0:
+        gateway = free_port(load_config(options.config_file, overrides=options.overrides()))
     own = {"pipeline.replicas": replicas, "gateway.port": gateway, "gateway.grpc_port": grpc_port}
     overrides = options.overrides() | given(own | {"gateway.insecure": insecure or None})
     config = load_config(options.config_file, overrides=overrides)
@@ -196,6 +209,30 @@ async def _run_until_signal(
                 await stop()
 
 
+async def _announce_ready(config: Config) -> None:
+    """Print where the pipeline is served once it takes requests."""
+    url = grpc = None
+    with contextlib.suppress(NanoInferenceError):
+        async with BusClient.connect(config.bus) as client:
+            while await client.deployment.trouble():  # noqa: ASYNC110
+                await anyio.sleep(_LOOK_S)
+        if config.gateway.listens:
+            port = config.gateway.port or DEFAULT_PORT
+            await _until_it_listens(place_of(config)[1], port)
+            url = url_of(config, port)
+            if config.gateway.grpc_port is not None:
+                grpc = f"{config.gateway.host}:{config.gateway.grpc_port}"
+        announce(config, url, grpc)
+
+
+async def _until_it_listens(host: str, port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            await (await anyio.connect_tcp(host, port)).aclose()
+            return
+        await anyio.sleep(_LOOK_S)
+
+
 async def _run_one(
     config: Config, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> None:
@@ -216,7 +253,7 @@ async def _run_one(
     stop = functools.partial(processes.stop, drain=True)
     try:
         show_loading = functools.partial(printer.show_loading, config, processes.given_up)
-        work = (processes.run, show_loading)
+        work = (processes.run, show_loading, functools.partial(_announce_ready, config))
         await _run_until_signal(work, printer, stop, processes.kill)
     finally:
         forks.close()
@@ -309,7 +346,9 @@ async def _run_several(
             processes.kill()
 
     try:
-        await _run_until_signal([manager.run_forever, route, gateway.run], printer, stop, kill)
+        announce_ready = functools.partial(_announce_ready, config)
+        work = [manager.run_forever, route, gateway.run, announce_ready]
+        await _run_until_signal(work, printer, stop, kill)
     finally:
         with anyio.CancelScope(shield=True):
             await bus.aclose()

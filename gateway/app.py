@@ -26,6 +26,7 @@ from .api.kserve.repository import open_service
 from .api.kserve.service import KServe
 from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
 from .api.replays import ReplayCalls
+from .api.requests import RequestCalls
 from .api.routes import PolicyRoute
 from .api.sglang import sglang_routes
 from .api.token_trees import TokenTreeCalls
@@ -79,6 +80,7 @@ class Interfaces(Services):
             *ollama.ollama_routes(self, self.ollama),
             *kserve_routes(self.kserve, self.config.gateway),
             PolicyRoute("POST /v1/replay/{id:path}", "generate", ReplayCalls(self).replay),
+            PolicyRoute("POST /v1/requests", "generate", RequestCalls(self).run),
             *TokenTreeCalls(self).routes(),
         ]
 

@@ -21,6 +21,7 @@ from starlette.responses import RedirectResponse as RedirectResponse
 from starlette.responses import Response as Response
 from starlette.types import Receive, Scope, Send
 
+from ...bus.public import Completion
 from ...config import (
     BusError,
     NanoInferenceError,
@@ -122,7 +123,16 @@ class PartsResponse(Response):
 
 
 class EngineError(RequestError):
-    """The engine has refused a request, or failed. `retry_after_s` as in `ErrorInfo`."""
+    """The engine has refused a request, or failed.
+
+    Attributes:
+        completion: The request's terminal message; None without one.
+    """
+
+    def __init__(self, what: str, *more: str, completion: Completion | None = None, **given: Any):
+        """`completion`: as the attribute; the rest as of `NanoInferenceError`."""
+        super().__init__(what, *more, **given)
+        self.completion = completion
 
 
 def status_of(error: NanoInferenceError) -> int:

@@ -174,6 +174,8 @@ class Call:
         account: Counts its requests' tokens.
         status: The HTTP status of the response, so far.
         code: Code of the error that answered it.
+        batch_line: Whether it is a line of a batch: its caller was authenticated when the batch was
+            made, and its requests have the lowest priority.
         hold: Counts bytes made of its body until it is answered. Raises `Overloaded` when there is
             no room for them.
         fetch: Reads its body from the connection. Raises `ClientLeft`, and RequestError
@@ -207,6 +209,7 @@ class Call:
     account: Account = field(default_factory=Account)
     status: int = CLIENT_LEFT
     code: str = ""
+    batch_line: bool = False
     hold: Callable[[int], None] = no_limit
     fetch: Callable[[int], Awaitable[bytes]] = no_body
     cancelled: Callable[[], Awaitable[None]] = anyio.sleep_forever

@@ -32,6 +32,7 @@ from .process import (
     until_stopped,
 )
 from .requests import given
+from .running import record, registered
 from .terminal import show_loading, stderr
 
 MOST_PORT = 65_535
@@ -101,6 +102,7 @@ async def _serve(config: Config) -> None:
             Gateway(pipeline.client, config) as gateway,
         ):
             get_logger().info("gateway_listens", **gateway.places)
+            until_the_end.enter_context(registered(record("serve", config, gateway.url)))
             # Until it is ready there is nothing to drain, and signals end it.
             async with anyio.create_task_group() as group:
                 replicas = config.pipeline.replicas
@@ -188,14 +190,17 @@ def listening(
     insecure: bool = False,
 ) -> Config:
     """Return the settings with ports for the gateway: of options, else of settings, else, for
-    HTTP, the default."""
+    HTTP, the default. Port 0 of an option is a free one."""
     fields = {"host": host, "grpc_port": grpc_port, "insecure": insecure or None}
-    fields["port"] = port or config.gateway.port or default
+    fields["port"] = (config.gateway.port or default) if port is None else port
     return replace(config, gateway=replace(config.gateway, **given(fields)))
 
 
 async def _serve_gateway(config: Config, with_parent: bool) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with (
+        anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
+        ExitStack() as until_the_end,
+    ):
         async with (
             # It may be restarted while Redis is away; `up` has checked it before the first start.
             connected(
@@ -203,6 +208,8 @@ async def _serve_gateway(config: Config, with_parent: bool) -> None:
             ) as client,
             Gateway(client, config) as running,
         ):
+            if not with_parent:
+                until_the_end.enter_context(registered(record("gateway", config, running.url)))
             freeze_memory()
             places = " and ".join(running.places.values())
             get_logger().info("gateway_listens", brief=f"listening at {places}", **running.places)

@@ -29,7 +29,7 @@ from ..config import (
     redact,
 )
 from ..config.temporary import sweep, temporary_folder
-from ..gateway.gateway import check_ports, place_of
+from ..gateway.gateway import DEFAULT_PORT, check_ports, place_of, url_of
 from ..telemetry import setup_logging, setup_metrics
 from .children import Forks, Watchdog
 from .model_files import check_model_files
@@ -37,6 +37,7 @@ from .options import Options, option, takes_client_options, takes_engine_options
 from .processes import GATEWAY, Printer, Processes
 from .ray.plan import plan_of
 from .requests import given
+from .running import record, registered
 from .serve import MOST_PORT, GrpcPort, Insecure, port_option
 from .terminal import complain
 
@@ -104,12 +105,17 @@ def up(
         check_ports(config, "--gateway", "--grpc-port")
     sweep()
     with contextlib.ExitStack() as stack:
-        if config.bus.url == "memory":
-            url = stack.enter_context(embedded_server(port))
-            config = load_config(options.config_file, overrides=overrides | {"bus.url": url})
+        embedded = config.bus.url == "memory"
+        if embedded:
+            bus = stack.enter_context(embedded_server(port))
+            config = load_config(options.config_file, overrides=overrides | {"bus.url": bus})
         arguments = ["--config", str(options.config_file)] if options.config_file else []
         environment = _child_environment(config, overrides)
         anyio.run(_check_bus, config)  # so that one process complains, and not five
+        url = (
+            url_of(config, config.gateway.port or DEFAULT_PORT) if config.gateway.listens else None
+        )
+        stack.enter_context(registered(record("up", config, url, embedded=embedded)))
         anyio.run(_run_several if config.models else _run_one, config, arguments, environment)
 
 

@@ -60,8 +60,8 @@ class BatchState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         created_s, expires_s: When it was made, and when its lines run no more.
         status: Its status.
         began_s, finalizing_s, ended_s, cancelling_s: When it changed to these states.
-        starts: Where each segment begins in the input file, in bytes, and at last its size.
-        lines: The number of lines of a segment; the last one may have fewer.
+        starts: Where each segment begins in the input file, in bytes, and its first line's number
+            from 0; at last the file's end.
         total: The number of all lines.
         faults: Why it failed.
         output_file, error_file: The ids of its results; "" for none.
@@ -84,8 +84,7 @@ class BatchState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finalizing_s: int = 0
     ended_s: int = 0
     cancelling_s: int = 0
-    starts: tuple[int, ...] = ()
-    lines: int = 0
+    starts: tuple[tuple[int, int], ...] = ()
     total: int = 0
     faults: tuple[BatchFault, ...] = ()
     output_file: str = ""

@@ -23,18 +23,6 @@ READ_BYTES = 1 << 20
 _GRACE_S = 3600
 
 
-class FileTooLarge(RequestError):
-    """A file exceeds `batches.max_file_bytes`."""
-
-    code = "request_too_large"
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(
-            f"the file has more than {max_bytes} bytes, which is the most that a file may have "
-            "(batches.max_file_bytes); split it"
-        )
-
-
 @dataclass(eq=False)
 class Files:
     """The files of all tenants.
@@ -145,7 +133,12 @@ async def _limited(parts: AsyncIterable[bytes], most: int) -> AsyncIterator[byte
     async for part in parts:
         size += len(part)
         if size > most:
-            raise FileTooLarge(most)
+            raise RequestError(
+                f"the file has more than {most} bytes",
+                "which is the most that a file may have (batches.max_file_bytes)",
+                "split it",
+                code="request_too_large",
+            )
         yield part
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from ...config import RequestError, shown
+from ...config import RequestError, field_error, shown
 from ...store.batches import BatchState
 from ..server.http import Answered
 
@@ -65,13 +65,12 @@ class OpenAILines:
         if found is None:
             return Line(number, _custom_id_in(text), None, refused)
         if found.method != "POST":
-            refused = _refused("method", f"is {shown(found.method)}; it must be POST")
+            refused = field_error("method", f"is {shown(found.method)}", "it must be POST")
         elif found.url != state.endpoint:
-            refused = _refused(
-                "url", f"is {shown(found.url)}; it must be the batch's endpoint, {state.endpoint}"
-            )
+            limit = f"it must be the batch's endpoint, {state.endpoint}"
+            refused = field_error("url", f"is {shown(found.url)}", limit)
         else:
-            refused = _bad_id(found.custom_id)
+            refused = _bad_id(found.custom_id) or _bad_body(found.body)
         body = bytes(found.body) if refused is None else None
         return Line(number, found.custom_id[:MOST_CUSTOM_ID], body, refused)
 
@@ -107,7 +106,7 @@ class AnthropicLines:
         found, refused = _decoded(text, _AnthropicLine, "custom_id and params")
         if found is None:
             return Line(number, _custom_id_in(text), None, refused)
-        refused = _bad_id(found.custom_id)
+        refused = _bad_id(found.custom_id) or _bad_body(found.params)
         body = bytes(found.params) if refused is None else None
         return Line(number, found.custom_id[:MOST_CUSTOM_ID], body, refused)
 
@@ -170,9 +169,8 @@ def _decoded(text: bytes, kind: Any, fields: str) -> tuple[Any, RequestError | N
     try:
         return msgspec.json.decode(text, type=kind), None
     except (ValueError, RecursionError) as error:
-        return None, RequestError(
-            f"the line is no JSON object with {fields}: {error}", code="malformed"
-        )
+        why = f"the line can't be read: {error}"
+        return None, RequestError(why, f"it must be a JSON object with {fields}", code="malformed")
 
 
 class _CustomId(msgspec.Struct):
@@ -190,13 +188,23 @@ def _custom_id_in(text: bytes) -> str:
 def _bad_id(custom_id: str) -> RequestError | None:
     if 0 < len(custom_id) <= MOST_CUSTOM_ID:
         return None
-    return _refused(
-        "custom_id", f"is {shown(custom_id)}; it must have 1 to {MOST_CUSTOM_ID} characters"
-    )
+    limit = f"it must have 1 to {MOST_CUSTOM_ID} characters"
+    return field_error("custom_id", f"is {shown(custom_id)}", limit)
 
 
-def _refused(field: str, why: str) -> RequestError:
-    return RequestError(f"{field} {why}", code="invalid_request")
+class _Streamed(msgspec.Struct):
+    stream: bool | None = None
+
+
+def _bad_body(body: msgspec.Raw) -> RequestError | None:
+    """Refuse a stream; the call itself checks everything else."""
+    try:
+        streamed = msgspec.json.decode(body, type=_Streamed).stream
+    except ValueError:
+        return None
+    if not streamed:
+        return None
+    return field_error("body.stream", "is true, and lines have no streams", remedy="leave it out")
 
 
 def _openai(

@@ -140,7 +140,7 @@ async def test_a_state_is_replaced_only_if_it_is_known(buses: Any) -> None:
 async def test_a_segment_has_one_result(buses: Any) -> None:
     bus = buses.open()
     batches, other = bus.store.batches, buses.another(bus).store.batches
-    await batches.create(batch("b", starts=(0, 10, 20)), 60)
+    await batches.create(batch("b", starts=((0, 0), (10, 3), (20, 6))), 60)
     assert await batches.take("b", 0, "one", 60)
     assert await batches.take("b", 0, "one", 60), "again by the same gateway"
     assert not await other.take("b", 0, "two", 60)

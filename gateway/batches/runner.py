@@ -214,6 +214,7 @@ class BatchRunner:
         finally:
             if own:
                 await self.store.release(state.id, _WHOLE)
+                self._running[state.id].changed.set()
 
     # --- before and after the lines -----------------------------------------------------------
 

@@ -222,6 +222,7 @@ def call_of(scope: Scope, receive: Receive | None = None) -> Call:
         identify(call)
     if receive is not None:
         call.fetch = partial(_body_of, call, receive)
+        call.chunks = partial(_chunks_of, call, receive)
         call.cancelled = partial(_left, receive)
     return call
 
@@ -304,6 +305,18 @@ async def _body_of(call: Call, receive: Receive, max_bytes: int) -> bytes:
         if body.tell() > max_bytes:
             raise too_large
     return body.getvalue()
+
+
+async def _chunks_of(call: Call, receive: Receive) -> AsyncIterator[bytes]:
+    """Yield the body; see `Call.chunks`."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        yield chunk
+        call.hold(-len(chunk))
 
 
 async def _left(receive: Receive) -> None:

@@ -43,7 +43,7 @@ from .endpoints import gateway_routes, recent_status, single_model_routes
 from .operations import operation_routes
 from .policy.policy import Policy
 from .server.callers import JsonOnly
-from .server.http import Response, error_handler, error_response
+from .server.http import Response, answer_own, error_handler, error_response
 from .server.measures import Measures
 from .serving.chain import PolicyChain
 from .serving.durable_calls import DurableCalls, watch_orphans
@@ -179,7 +179,7 @@ class GatewayApp(Application):
         store = client.bus.store
         files = Files(store.files, blobs_at(config.batches.storage, store.blobs), config.batches)
         self.batches = BatchRunner(
-            self,
+            partial(answer_own, self),
             store.batches,
             store.calls,
             files,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Collection
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -102,7 +102,7 @@ class ObjectBlobs:
     async def write(self, name: str, parts: AsyncIterable[bytes], ttl_s: int) -> int:
         size = 0
 
-        async def counted() -> AsyncIterator[bytes]:
+        async def counted() -> AsyncGenerator[bytes, None]:
             nonlocal size
             async for chunk in rechunked(parts, CHUNK_BYTES):
                 size += len(chunk)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
-from starlette.types import ASGIApp
 
 from ...config import BatchesConfig, BusError, ChannelClosed, NanoInferenceError, RequestError
 from ...config.logger import get_logger
@@ -38,7 +38,7 @@ from ...store.calls import CallStore
 from ...store.files import FileRecord, Piece
 from ..call import Call
 from ..caller import Caller
-from ..server.http import DEFAULT_RETRY_S, Answered, answer_own
+from ..server.http import DEFAULT_RETRY_S, Answered
 from ..serving.begun_calls import name_of_key
 from .files import Files
 from .lines import FORMATS, Line, LineFormat, Unrun, call_id, lines_of, prefix_of
@@ -93,13 +93,13 @@ class BatchRunner:
     """The batches of all tenants, as far as this gateway runs them.
 
     Attributes:
-        app: Answers the calls of lines.
+        answer: Answers the call of a line, by its body.
         calls: The durable calls, of which each line is one.
         stopping: Returns whether the gateway takes no more lines.
         max_line_bytes: Longest line that may be run.
     """
 
-    app: ASGIApp
+    answer: Callable[[Call, bytes], Awaitable[Answered]]
     store: BatchStore
     calls: CallStore
     files: Files
@@ -343,7 +343,7 @@ class BatchRunner:
     async def _answer(self, running: _Running, segment: _Segment, line: Line, body: bytes) -> None:
         try:
             for wait_s in _waits():
-                answer = await answer_own(self.app, _call(running.state, line), body)
+                answer = await self.answer(_call(running.state, line), body)
                 if answer.status not in _RETRIED:
                     break
                 after = answer.headers.get("retry-after", "")
@@ -424,7 +424,7 @@ def _results(
 ) -> tuple[SegmentResult, list[bytes], list[bytes]]:
     """Return a segment's counts, and its lines of the output and of the error file."""
     kind: LineFormat = FORMATS[state.interface]
-    counts = {"completed": 0, "failed": 0, "expired": 0, "cancelled": 0}
+    counts = Counter[str]()
     output: list[bytes] = []
     errors = output if state.interface == "anthropic" else []
     for line in segment.lines:
@@ -443,7 +443,13 @@ def _results(
             written, place = kind.unrun(state, line, stop), errors
         if written is not None:
             place.append(msgspec.json.encode(written) + b"\n")
-    return SegmentResult(**counts), output, [] if errors is output else errors
+    result = SegmentResult(
+        completed=counts["completed"],
+        failed=counts["failed"],
+        expired=counts["expired"],
+        cancelled=counts["cancelled"],
+    )
+    return result, output, [] if errors is output else errors
 
 
 async def _parts(lines: Sequence[bytes]) -> AsyncIterator[bytes]:

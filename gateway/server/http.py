@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse as PlainTextResponse
 from starlette.responses import RedirectResponse as RedirectResponse
 from starlette.responses import Response as Response
+from starlette.responses import StreamingResponse as StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...bus.public import Completion

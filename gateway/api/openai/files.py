@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.responses import StreamingResponse
 
 from ....config import RequestError, shown
 from ....store.batches import ENDED, BatchStore
@@ -14,7 +13,7 @@ from ....store.files import FileRecord
 from ...batches.files import Files
 from ...call import Call
 from ...server.forms import FileForm
-from ...server.http import JsonResponse, Response, field_error
+from ...server.http import JsonResponse, Response, StreamingResponse, field_error
 from ...serving.fields import read_query
 from ..routes import PolicyRoute
 

@@ -173,8 +173,8 @@ def test_the_path_to_read_is_short_and_connected() -> None:
 
 
 def test_each_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert {page for page in pages if f"({page})" not in index} == set()
 
 

@@ -33,6 +33,7 @@ from ...config import (
 )
 from ...config import FieldError as FieldError
 from ...config import field_error as field_error
+from ...config.error_codes import statuses
 from ...config.logger import get_logger
 from ...telemetry import now_ns
 from ..call import CLIENT_LEFT, Account, Call, ClientLeft, never, no_time
@@ -77,27 +78,7 @@ TOO_MANY = 429
 DEFAULT_RETRY_S = 1.0
 """`Retry-After`, if the load doesn't say more."""
 
-_CODES = {
-    400: "unsupported",
-    401: "missing_api_key invalid_api_key",
-    403: "insufficient_scope shared_memory_off forbidden_host forbidden_origin",
-    404: "unknown_key unknown_tenant model_not_found unknown_model adapter_not_found "
-    "adapter_unloaded stream_not_found not_found unknown_response unknown_conversation "
-    "unknown_item unknown_region unknown_request unknown_session",
-    405: "method_not_allowed",
-    408: "request_timeout",
-    409: "response_in_flight model_exists adapter_busy adapter_in_use session_incomplete",
-    413: "request_too_large",
-    415: "unsupported_media_type",
-    422: "idempotency_key_reused",
-    TOO_MANY: "rate_limit_exceeded overloaded stored_calls_full images_full",
-    500: "lane_failed weights_lost out_of_blocks internal_error",
-    503: "policy_unavailable model_not_loaded out_of_memory_budget shutting_down not_ready "
-    "weights_interrupted out_of_memory",
-    504: "weights_timeout expired",
-}
-_STATUS = {code: status for status, codes in _CODES.items() for code in codes.split()}
-
+_STATUS = statuses()
 _KINDS = {401: "authentication_error", 403: "permission_error", TOO_MANY: "rate_limit_error"}
 
 Endpoint = Callable[[Call], Awaitable[Response]]
@@ -145,21 +126,10 @@ class EngineError(RequestError):
     """The engine has refused a request, or failed.
 
     Attributes:
-        retry_after_s: As in `ErrorInfo`.
         completion: The request's terminal message; None without one.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str,
-        retry_after_s: float | None = None,
-        completion: Completion | None = None,
-    ) -> None:
-        super().__init__(message, code=code)
-        self.retry_after_s = retry_after_s
-        self.completion = completion
+    completion: Completion | None = None
 
 
 def status_of(error: NanoInferenceError) -> int:
@@ -175,7 +145,7 @@ def error_body(error: NanoInferenceError) -> dict[str, Any]:
     """Return an error in the form of OpenAI and SGLang."""
     status = status_of(error)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    param: str | None = getattr(error, "param", None)
+    param = error.param
     return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
 
 
@@ -187,7 +157,7 @@ def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None
 
 def error_headers(error: NanoInferenceError) -> dict[str, str]:
     """Return the headers of an error, for programs that retry, in any interface."""
-    retry_after_s = getattr(error, "retry_after_s", None)
+    retry_after_s = error.retry_after_s
     if retry_after_s is None and status_of(error) == TOO_MANY:
         retry_after_s = DEFAULT_RETRY_S
     headers = {} if retry_after_s is None else {"Retry-After": str(max(1, round(retry_after_s)))}

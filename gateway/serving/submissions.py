@@ -497,9 +497,6 @@ def _check(completion: Completion) -> None:
     """Raises EngineError unless a request is done or cancelled."""
     error = completion.error
     if error is not None and completion.status != "cancelled":
-        raise EngineError(
-            error.message,
-            code=error.code,
-            retry_after_s=error.retry_after_s,
-            completion=completion,
-        )
+        failed = EngineError(error.message, code=error.code, retry_after_s=error.retry_after_s)
+        failed.completion = completion
+        raise failed

@@ -37,6 +37,7 @@ from .children import Forks, Watchdog
 from .model_files import check_model_files
 from .options import Options, option, takes_client_options, takes_engine_options
 from .processes import GATEWAY, Printer, Processes
+from .pull import with_pulled
 from .ray.plan import plan_of
 from .requests import given
 from .running import record, registered
@@ -105,6 +106,7 @@ def up(
         )
     if gateway == 0:
         gateway = free_port(load_config(options.config_file, overrides=options.overrides()))
+    options = with_pulled(options)
     own = {"pipeline.replicas": replicas, "gateway.port": gateway, "gateway.grpc_port": grpc_port}
     overrides = options.overrides() | given(own | {"gateway.insecure": insecure or None})
     config = load_config(options.config_file, overrides=overrides)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -26,10 +25,12 @@ from .model_files import check_model_files
 from .options import Options, WithParent, option, takes_engine_options, takes_gateway_options
 from .process import (
     drain,
+    ending_at_once,
     forbid_torch,
     freeze_memory,
     import_tokenizers,
     raise_file_limit,
+    stop_signals,
     until_stopped,
 )
 from .pull import with_pulled
@@ -101,7 +102,9 @@ def serve(
 
 
 async def _serve(config: Config) -> None:
-    with ExitStack() as until_the_end:
+    with ExitStack() as until_the_end, ExitStack() as until_ready:
+        # Until it is ready there is nothing to drain, and signals end it.
+        until_ready.enter_context(ending_at_once())
         async with (
             # It listens while the model is being loaded: probes are answered, and requests wait.
             Pipeline(
@@ -111,17 +114,15 @@ async def _serve(config: Config) -> None:
         ):
             get_logger().info("gateway_listens", **gateway.places)
             until_the_end.enter_context(registered(record("serve", config, gateway.url)))
-            # Until it is ready there is nothing to drain, and signals end it.
             async with anyio.create_task_group() as group:
                 replicas = config.pipeline.replicas
                 reports = partial(_reports, pipeline)
                 group.start_soon(show_loading, reports, replicas, stderr())
                 await pipeline.ready()
                 group.cancel_scope.cancel()
+            until_ready.close()
             gateway.warm_up()
-            signals = until_the_end.enter_context(
-                anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
-            )
+            signals = until_the_end.enter_context(stop_signals())
             freeze_memory()
             announce(config, gateway.url, gateway.places.get("grpc"))
             await until_stopped(signals, pipeline.failed, gateway.failed)
@@ -225,10 +226,7 @@ def listening(
 
 
 async def _serve_gateway(config: Config, with_parent: bool) -> None:
-    with (
-        anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
-        ExitStack() as until_the_end,
-    ):
+    with stop_signals() as signals, ExitStack() as until_the_end:
         async with (
             # It may be restarted while Redis is away; `up` has checked it before the first start.
             connected(

@@ -36,6 +36,7 @@ from ..telemetry import setup_logging, setup_metrics
 from .children import Forks, Watchdog
 from .model_files import check_model_files
 from .options import Options, option, takes_client_options, takes_engine_options
+from .process import stop_signals
 from .processes import GATEWAY, Printer, Processes
 from .pull import with_pulled
 from .ray.plan import plan_of
@@ -191,11 +192,12 @@ async def _run_until_signal(
     kill: Callable[[], None],
 ) -> None:
     """Run until a signal comes, then stop; kill at the second one. Raises the errors of `work`."""
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with stop_signals() as signals:
 
         async def kill_on_signal() -> None:
-            await anext(signals)
-            kill()
+            async for number in signals:
+                if number != signal.SIGHUP:  # a closing terminal brings several
+                    kill()
 
         try:
             async with anyio.create_task_group() as group:
@@ -392,10 +394,11 @@ def embedded_server(port: int) -> Iterator[str]:
         server = ValkeyServer(port=port, data_dir=folder, config=settings)
         # Its own sends no password.
         server.is_running = functools.partial(answers, url)
-        # Ctrl-C goes to every process of the terminal, and SIGTERM, as `timeout` sends it, to every
-        # process of the group. The server inherits that they are blocked, so that it outlives the
-        # stages, which need it to drain. It has nothing to save and can be killed.
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        # Ctrl-C and SIGHUP go to every process of the terminal, and SIGTERM, as `timeout` sends it,
+        # to every process of the group. The server inherits that they are blocked, so that it
+        # outlives the stages, which need it to drain. It has nothing to save and can be killed.
+        ending = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
         try:
             server.start()
         except (OSError, ValkeyServerError) as error:

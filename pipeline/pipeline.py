@@ -224,7 +224,11 @@ class Pipeline(Submitter):
             # The port of a standby is that of the process which it replaces.
             listens = self._called.is_set()
             metrics = setup_metrics(
-                self.config.telemetry, instance, self._with_metrics, listens=listens
+                self.config.telemetry,
+                instance,
+                self._with_metrics,
+                listens=listens,
+                model=self.config.engine.model_name,
             )
             self.metrics = metrics.labelled(labels)
         except BaseException:

@@ -366,6 +366,7 @@ class Submissions:
             if log is not None:
                 arrived_ns = call.account.arrived_ns
                 log.arrived(call.tenant, requests, model, arrived_ns, call.caller)
+                call.account.listed = True
             yield
         except NanoInferenceError as error:
             if isinstance(error, TooLate):

@@ -393,7 +393,10 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
             section, _, name = dotted.partition(".")
             known = type(getattr(self, section)).__struct_fields__
             if name not in known:
-                raise ConfigError(f"models: {model.id!r} sets {dotted!r:.80}, which is no setting")
+                raise ConfigError(
+                    f"models: {model.id!r} sets {dotted!r:.80}, which is no setting",
+                    remedy="leave it out, or correct its name",
+                )
             tree[section][name] = value
         try:
             return msgspec.convert(tree, Config)

@@ -167,7 +167,9 @@ def check_token_ids(name: str, ids: Collection[int], vocab_size: int, code: str)
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = min(ids) if min(ids) < 0 else max(ids)
         raise RequestError(
-            f"{name} holds token id {shown(bad)}; the model's are 0 to {vocab_size - 1}", code=code
+            f"{name} holds token id {shown(bad)}; the model's are 0 to {vocab_size - 1}",
+            code=code,
+            remedy="tokenise by the model's tokenizer",
         )
 
 

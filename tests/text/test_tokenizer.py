@@ -211,7 +211,9 @@ def test_do_sample_false_is_greedy_whatever_else_stands_there(tmp_path: Path) ->
     ],
 )
 def test_advice_that_can_not_be_followed(tmp_path: Path, name: str, value: object) -> None:
-    with pytest.raises(ModelError, match=rf"generation_config\.json: {name} is .*(it must be|Expected)"):
+    with pytest.raises(
+        ModelError, match=rf"generation_config\.json: {name} is .*(it must be|Expected)"
+    ):
         advise(tmp_path, **{name: value})
 
 

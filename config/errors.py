@@ -64,6 +64,10 @@ class FieldError(RequestError):
         self.param = param
 
 
+class ParameterError(FieldError, ValueError):
+    """A sampling parameter is of the wrong type, or outside its range. `param`: its name."""
+
+
 def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
     """Return an error whose message begins with the field, by its path in the request.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -17,7 +17,7 @@ from .images import ImagesConfig
 from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
 from .ray import RayConfig
-from .redact import REDIS_SCHEMES
+from .redact import REDIS_SCHEMES, redact
 
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 
@@ -102,6 +102,9 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     calls_max_bytes: PositiveInt = 128 << 20
     trees_max_bytes: NonNegativeInt = 0
     trees_ttl_s: PositiveInt = 86_400
+
+    def _shown(self, name: str) -> Any:
+        return redact(self.url) if name == "url" else super()._shown(name)
 
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, RequestError, SamplingParams, missing_model, prompt_too_long, shown
-from ..config.sampling import ParameterError
+from ..config.errors import ParameterError
 from .grammar_tokenizer import is_special
 from .model_folder import folder_of, read_json
 from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)|(?<= src=\")([^\":]+)|(?<= srcset=\")([^\":]+)")
 LANGUAGES = {".c": "c", ".h": "c", ".mjs": "js", ".cjs": "js", ".yaml": "yaml", ".json": "json"}
-FOR_TESTS = re.compile(r"(?<=^```)(\w+) no-?run$", re.M)
+FOR_TESTS = re.compile(r"^( *```\w+) no-?run$", re.M)
 """A mark of code that the tests don't run; here it would end the block."""
 MOST_BYTES = 50_000
 

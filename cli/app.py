@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -39,6 +40,9 @@ from .up import down, up
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
+
+PIPE_CLOSED = 128 + signal.SIGPIPE
+"""Exit status when the reader of standard output has ended, as in shells."""
 
 app = typer.Typer(
     name=PROGRAM,
@@ -165,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: success. 1: a request, a check or a stage failed. 2: the command could not run, and a
     sentence on standard error has the reason. 3: another process serves the lane. 130: Ctrl-C.
+    141: the reader of standard output, such as `head`, has ended.
     """
     for stream in (sys.stdout, sys.stderr):
         # A model may write characters that a terminal can't show.
@@ -184,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _cause_of(error: BaseException) -> BaseException:
     """Return the error itself, or of a group the one that decides the exit status."""
     causes = leaves_of(error)
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        return error.__context__  # Typer's answer to it
     for kind in (KeyboardInterrupt, typer.Exit, NanoInferenceError, BrokenPipeError):
         for cause in causes:
             if isinstance(cause, kind):
@@ -203,7 +210,7 @@ def _status_of(error: BaseException) -> int | None:
         case BrokenPipeError():
             # Python flushes standard output again at exit, and would complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
+            return PIPE_CLOSED
         case NanoInferenceError():
             complain(str(error))
             return {StageFailed: 1, LaneReplaced: 3}.get(type(error), 2)

@@ -77,10 +77,26 @@ def target_of(options: Options, *, or_serve: bool = False) -> Target:
     return replace(config, bus=replace(config.bus, **bus))
 
 
-def _newest(model: str | None) -> Running | None:
+def running_server(options: Options) -> ServerAddress | None:
+    """Return the newest server that runs on this machine; None if none does.
+
+    Raises:
+        ConfigError: A pipeline runs, and no server.
+    """
+    if (running := _newest(None, by_http=True)) is not None:
+        return server_of(replace(options, url=running.url))
+    if every := found():
+        raise ConfigError(
+            f"`{every[0].command}` (process {every[0].pid}) has no HTTP; start it with --gateway, "
+            f"or `nano-inference gateway --bus {every[0].bus}` beside it"
+        )
+    return None
+
+
+def _newest(model: str | None, *, by_http: bool = False) -> Running | None:
     """Return what commands without an address use: the newest that runs, with this model if any
     has it."""
-    every = found()
+    every = [each for each in found() if each.url or not by_http]
     several = [each for each in every if model in each.models] or every
     if len(several) > 1:
         newest = several[0]

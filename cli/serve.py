@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import json
 import sys
 import time
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ import anyio
 import typer
 from msgspec.structs import replace
 
-from ..config import STAGES, Config, ConfigError, shown
+from ..config import STAGES, Config, ConfigError, redact, shown
 from ..config.logger import get_logger
 from ..config.temporary import sweep
 from ..gateway.gateway import DEFAULT_PORT, Gateway, check_ports
@@ -25,10 +25,12 @@ from .model_files import check_model_files
 from .options import Options, WithParent, option, takes_engine_options, takes_gateway_options
 from .process import (
     drain,
+    ending_at_once,
     forbid_torch,
     freeze_memory,
     import_tokenizers,
     raise_file_limit,
+    stop_signals,
     until_stopped,
 )
 from .requests import given
@@ -45,7 +47,7 @@ GrpcPort = Annotated[
 
 Insecure = Annotated[bool, option("--insecure", "Listen for other machines without keys.")]
 
-# `_announce` prints these to standard output.
+# `announce` prints these to standard output.
 _SAID = ("gateway_listens", "ready")
 
 
@@ -56,7 +58,10 @@ def serve(
         str | None, typer.Argument(metavar="FOLDER", help="As --model.", show_default=False)
     ] = None,
     port: Annotated[
-        int | None, port_option("--port PORT", f"For HTTP; default: gateway.port, or {SERVE_PORT}.")
+        int | None,
+        port_option(
+            "--port PORT", f"For HTTP, 0 for a free one; default: gateway.port, or {SERVE_PORT}."
+        ),
     ] = None,
     host: Annotated[str | None, option("--host ADDRESS", "Default: gateway.host.")] = None,
     grpc_port: GrpcPort = None,
@@ -93,7 +98,9 @@ def serve(
 
 
 async def _serve(config: Config) -> None:
-    with ExitStack() as until_the_end:
+    with ExitStack() as until_the_end, ExitStack() as until_ready:
+        # Until it is ready there is nothing to drain, and signals end it.
+        until_ready.enter_context(ending_at_once())
         async with (
             # It listens while the model is being loaded: probes are answered, and requests wait.
             Pipeline(
@@ -103,19 +110,17 @@ async def _serve(config: Config) -> None:
         ):
             get_logger().info("gateway_listens", **gateway.places)
             until_the_end.enter_context(registered(record("serve", config, gateway.url)))
-            # Until it is ready there is nothing to drain, and signals end it.
             async with anyio.create_task_group() as group:
                 replicas = config.pipeline.replicas
                 reports = partial(_reports, pipeline)
                 group.start_soon(show_loading, reports, replicas, stderr())
                 await pipeline.ready()
                 group.cancel_scope.cancel()
+            until_ready.close()
             gateway.warm_up()
-            signals = until_the_end.enter_context(
-                anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
-            )
+            signals = until_the_end.enter_context(stop_signals())
             freeze_memory()
-            _announce(config, gateway)
+            announce(config, gateway.url, gateway.places.get("grpc"))
             await until_stopped(signals, pipeline.failed, gateway.failed)
             end_s = time.monotonic() + config.pipeline.drain_timeout_s
             await gateway.drain(config.pipeline.drain_timeout_s)
@@ -127,20 +132,38 @@ async def _reports(pipeline: Pipeline) -> list[StageReport]:
     return pipeline.stages()
 
 
-def _announce(config: Config, gateway: Gateway) -> None:
-    url, grpc = gateway.url, gateway.places.get("grpc")
-    with_key = config.policy.knows_callers
-    key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
-    console = f"  {url}/console/ in a browser\n\n" if config.gateway.console else ""
-    body = '{"prompt": "98 + 25 =", "temperature": 0}'
+def announce(config: Config, url: str | None, grpc: str | None = None) -> None:
+    """Print the addresses of a pipeline that is ready, and what to try.
+
+    Args:
+        config: Its settings.
+        url: The root of its HTTP interfaces; None without HTTP.
+        grpc: The address of gRPC; None without gRPC.
+    """
+    names = " and ".join(repr(each.id) for each in config.models) or repr(config.engine.model_name)
+    served = f"{names} {'are' if len(config.models) > 1 else 'is'} served"
+    if url is None:
+        text = (
+            f"{served} over {redact(config.bus.url)}. Try it in another terminal:\n\n"
+            '  nano-inference submit "98 + 25 ="\n\n'
+            "  nano-inference top\n\n"
+            f"--gateway {SERVE_PORT} serves it over HTTP, too.\n\n"
+        )
+    else:
+        with_key = config.policy.knows_callers
+        key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
+        body = {"model": config.models[0].id} if config.models else {}
+        asked = json.dumps(body | {"prompt": "98 + 25 =", "temperature": 0})
+        console = f"  {url}/console/ in a browser\n\n" if config.gateway.console else ""
+        text = (
+            f"{served} at {url}, OpenAI's interface at {url}/v1"
+            f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
+            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{asked}'\n\n"
+            f"  nano-inference chat --url {url}/v1\n\n"
+            f"{console}"
+        )
     # The pipe may be closed, or the disk full.
-    LogOutput(sys.stdout, lambda lines: "").write(
-        f"{config.engine.model_name!r} is served at {url}, OpenAI's interface at {url}/v1"
-        f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
-        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
-        f"  nano-inference chat --url {url}/v1\n\n"
-        f"{console}"
-    )
+    LogOutput(sys.stdout, lambda lines: "").write(text)
 
 
 # --- gateway --------------------------------------------------------------------------------------
@@ -151,7 +174,9 @@ def gateway(
     options: Options,
     port: Annotated[
         int | None,
-        port_option("--port PORT", f"For HTTP; default: gateway.port, or {DEFAULT_PORT}."),
+        port_option(
+            "--port PORT", f"For HTTP, 0 for a free one; default: gateway.port, or {DEFAULT_PORT}."
+        ),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
@@ -197,10 +222,7 @@ def listening(
 
 
 async def _serve_gateway(config: Config, with_parent: bool) -> None:
-    with (
-        anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
-        ExitStack() as until_the_end,
-    ):
+    with stop_signals() as signals, ExitStack() as until_the_end:
         async with (
             # It may be restarted while Redis is away; `up` has checked it before the first start.
             connected(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .batches import BatchesConfig as BatchesConfig
 from .engine import ADAPTER_ID_RULE as ADAPTER_ID_RULE
 from .engine import BUNDLED_MODEL as BUNDLED_MODEL
 from .engine import BUNDLED_VISION_MODEL as BUNDLED_VISION_MODEL

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 import msgspec
 
 from .base import HUGE, TINY, NonNegativeInt, PositiveInt, Range, Seconds, Section
+from .batches import BatchesConfig
 from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
@@ -373,6 +374,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
     images: ImagesConfig = ImagesConfig()
     gateway: GatewayConfig = GatewayConfig()
     policy: PolicyConfig = PolicyConfig()
+    batches: BatchesConfig = BatchesConfig()
     deployment: DeploymentConfig = DeploymentConfig()
     ray: RayConfig = RayConfig()
     models: tuple[ModelConfig, ...] = ()

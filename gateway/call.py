@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
@@ -63,6 +63,12 @@ def no_limit(more_bytes: int) -> None:
 async def no_body(max_bytes: int) -> bytes:
     """Return an empty body."""
     return b""
+
+
+async def no_chunks() -> AsyncIterator[bytes]:
+    """Yield nothing."""
+    return
+    yield b""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -174,10 +180,13 @@ class Call:
         account: Counts its requests' tokens.
         status: The HTTP status of the response, so far.
         code: Code of the error that answered it.
+        batch_line: Whether it is a line of a batch: its caller was authenticated when the batch was
+            made, and its requests have the lowest priority.
         hold: Counts bytes made of its body until it is answered. Raises `Overloaded` when there is
             no room for them.
         fetch: Reads its body from the connection. Raises `ClientLeft`, and RequestError
             (request_too_large) before more than so many bytes are in memory.
+        chunks: Yields its body as it arrives, and holds none of it. Raises `ClientLeft`.
         cancelled: Returns once its client has left.
         may_return: Returns whether the connection of a client that has left was cut, so that it may
             come back to a durable call.
@@ -207,8 +216,10 @@ class Call:
     account: Account = field(default_factory=Account)
     status: int = CLIENT_LEFT
     code: str = ""
+    batch_line: bool = False
     hold: Callable[[int], None] = no_limit
     fetch: Callable[[int], Awaitable[bytes]] = no_body
+    chunks: Callable[[], AsyncIterator[bytes]] = no_chunks
     cancelled: Callable[[], Awaitable[None]] = anyio.sleep_forever
     may_return: Callable[[], bool] = never
 

@@ -256,6 +256,12 @@ def check_ports(
             _bound(config, place, port, option).close()
 
 
+def free_port(config: Config) -> int:
+    """Return a port that is free now, at the address of a gateway with these settings."""
+    with _bound(config, place_of(config), 0, "gateway.port") as listener:
+        return int(listener.getsockname()[1])
+
+
 def _bound(
     config: Config,
     place: tuple[socket.AddressFamily, str],

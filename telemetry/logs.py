@@ -7,6 +7,7 @@ with any content.
 from __future__ import annotations
 
 import logging
+import os
 import reprlib
 import sys
 import threading
@@ -44,6 +45,12 @@ _REQUESTED = frozenset({"http_call", "request_admitted"})
 _Event = MutableMapping[str, Any]
 
 
+def has_colours(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that shows colours; NO_COLOR and TERM=dumb turn them off."""
+    is_dumb = os.environ.get("TERM") in ("dumb", "unknown") or os.environ.get("NO_COLOR")
+    return stream.isatty() and not is_dumb
+
+
 def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> None:
     """Send our log lines, and those of libraries, through one renderer.
 
@@ -64,7 +71,7 @@ def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> Non
         structlog.processors.format_exc_info,
         _Bounded(
             structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+                colors=has_colours(sys.stderr), exception_formatter=structlog.dev.plain_traceback
             )
             if as_text
             else structlog.processors.JSONRenderer()

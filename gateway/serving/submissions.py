@@ -412,7 +412,8 @@ class Submissions:
             if left_ns <= 0:
                 raise TooLate(call)
             request = msgspec.structs.replace(request, budget_ns=left_ns)
-        if not published and request.priority > (most := self._max_priority(call.caller)):
+        most = -MAX_PRIORITY if call.batch_line else self._max_priority(call.caller)
+        if not published and request.priority > most:
             request = msgspec.structs.replace(request, priority=most)
         if not published and self._model:
             labels = {names.REQUEST_MODEL: self._model}
@@ -497,4 +498,9 @@ def _check(completion: Completion) -> None:
     """Raises EngineError unless a request is done or cancelled."""
     error = completion.error
     if error is not None and completion.status != "cancelled":
-        raise EngineError(error.message, code=error.code, retry_after_s=error.retry_after_s)
+        raise EngineError(
+            error.message,
+            code=error.code,
+            retry_after_s=error.retry_after_s,
+            completion=completion,
+        )

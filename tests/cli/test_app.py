@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.cli.app import _group
+from nano_inference.cli.app import PIPE_CLOSED, _group, main
 
 from .conftest import Run, assert_refused
 
@@ -84,6 +87,37 @@ def test_help_loads_no_model_code() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with capsys.disabled(), open(writer, "w") as pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert main(["--help"]) == PIPE_CLOSED == 141
+
+
+def test_ctrl_c_during_imports_is_quiet() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "class Pressed:\n"
+        "    def find_spec(name, *more):\n"
+        "        if name == 'nano_inference.cli.app': os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from nano_inference.__main__ import main\n"
+        "sys.meta_path.insert(0, Pressed)\n"
+        "main()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize("command", ["serve", "up", "demo"])
+def test_too_little_address_space_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**9, -1))
+    assert_refused(run(command), "`ulimit -v` allows 1.0 GB", "engine.kv_cache_bytes")
 
 
 # --- errors -------------------------------------------------------------------------------------

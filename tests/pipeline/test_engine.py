@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from nano_inference import (
     EngineConfig,
@@ -214,9 +215,9 @@ def test_progress_is_shown_on_request(
         ("", GREEDY, "empty_prompt"),
         ([], GREEDY, "empty_prompt"),
         ([10**6], GREEDY, "invalid_token_ids"),
-        ("1 + 1 =", SamplingParams(max_tokens=0), "invalid_max_tokens"),
-        ("1 + 1 =", SamplingParams(temperature=math.nan), "invalid_temperature"),
-        ("1 + 1 =", SamplingParams(temperature="hot"), "invalid_request"),  # type: ignore[arg-type]
+        ("1 + 1 =", replace(GREEDY, max_tokens=0), "invalid_max_tokens"),
+        ("1 + 1 =", replace(GREEDY, temperature=math.nan), "invalid_temperature"),
+        ("1 + 1 =", replace(GREEDY, temperature="hot"), "invalid_request"),
     ],
 )
 def test_a_refused_prompt_leaves_nothing_behind(

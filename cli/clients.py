@@ -212,6 +212,10 @@ class PipelineClient:
             if model.takes_requests
         ]
 
+    async def details(self) -> Sequence[ListedModel | ModelStatus]:
+        """Return all models with their numbers, as far as this client may read them."""
+        return await self._client.models()
+
     async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """Return all models, with as much as this client may read."""
         found = await self._client.models()
@@ -421,6 +425,12 @@ class ServerClient:
         """See PipelineClient."""
         cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
         return [ListedModel(card.id, card.max_model_len, card.root) for card in cards]
+
+    async def details(self) -> Sequence[ListedModel | ModelStatus]:
+        """See PipelineClient."""
+        with suppress(RequestError):  # the key has no scope for it
+            return (await self._call("GET", self._models(), _List[ModelStatus])).data
+        return await self.models()
 
     async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """See PipelineClient."""

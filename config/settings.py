@@ -308,6 +308,8 @@ class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
             admission, the other four stages, two more for each further replica, and last the
             gateway.
         metrics_host: Address of that port.
+        metric_names: "vllm" or "sglang" also exposes that engine's metrics, by its names, for its
+            dashboards.
     """
 
     SECTION: ClassVar[str] = "telemetry"
@@ -323,6 +325,7 @@ class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
     service_name: str = "nano-inference"
     metrics_port: Annotated[int, Range("a port up to 65531, or 0", 0, 65_531)] = 0
     metrics_host: str = "127.0.0.1"
+    metric_names: Literal["nano", "vllm", "sglang"] = "nano"
 
     def check(self) -> None:
         self.require("metrics_host", bool(self.metrics_host), "an address of this machine")

@@ -474,6 +474,15 @@ class FairQueue:
             self._order.put(priority_class)
         waiting.before = self._counts(waiting)
 
+    def busiest_tenants(self, most: int) -> dict[str, tuple[int, int]]:
+        """Return the sequences of tenants that run and wait, for those with most of them."""
+        sums: dict[str, tuple[int, int]] = {}
+        for flow in (flow for each in self._classes.values() for flow in each.flows()):
+            runs, waits = sums.get(flow.tenant, (0, 0))
+            sums[flow.tenant] = runs + flow.num_running, waits + flow.num_sequences
+        busy = filter(lambda item: any(item[1]), sums.items())
+        return dict(heapq.nlargest(most, busy, key=lambda item: (sum(item[1]), item[0])))
+
     def first_class(self) -> PriorityClass | None:
         """Return the class that goes first; None if nothing waits."""
         return self._order.first()

@@ -170,6 +170,13 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
     recipes: bool = True
 
 
+MAX_PRIORITY = 1000
+"""The highest priority of a request; the lowest is as far below 0."""
+
+BACKGROUND = -MAX_PRIORITY
+"""The priority of lines of batches, which run while nothing else does."""
+
+
 class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Scheduling between requests and tenants. docs/fairness.md has the rule and its guarantees.
 
@@ -193,6 +200,8 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
             runs.
         tenant_timeslice_tokens: Generated tokens per paused sequence, when a request of another
             tenant goes first and finds no room; 0 is off.
+        background_beside: Sequences of the lowest priority, -1000, that may run beside others. The
+            rest of them run only while nothing else waits or runs; they never age.
         exchange_interval_s: Seconds after which lanes of one model send each other what they have
             served to each tenant, so that shares hold over all of them; 0 is off.
     """
@@ -211,6 +220,7 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
     deadline_order: bool = False
     expire_hopeless: bool = True
     tenant_timeslice_tokens: NonNegativeInt = 64
+    background_beside: NonNegativeInt = 0
     exchange_interval_s: Annotated[
         float, Range("from 0.05 to 3600, or 0 (off)", 0.05, 3600, also=0)
     ] = 0.0

@@ -21,9 +21,17 @@ from ...bus.public import (
     Timings,
     Usage,
 )
-from ...config import BusError, Config, NanoInferenceError, RequestError, prompt_too_long, shown
+from ...config import (
+    BACKGROUND,
+    MAX_PRIORITY,
+    BusError,
+    Config,
+    NanoInferenceError,
+    RequestError,
+    prompt_too_long,
+    shown,
+)
 from ...pipeline.client import BusClient
-from ...stages.admission.checks import MAX_PRIORITY
 from ...telemetry import Operation, instruments, names, now_ns
 from ..call import Account, Call
 from ..caller import Caller, may_use
@@ -427,7 +435,7 @@ class Submissions:
             if left_ns <= 0:
                 raise TooLate(call)
             request = msgspec.structs.replace(request, budget_ns=left_ns)
-        most = -MAX_PRIORITY if call.batch_line else self._max_priority(call.caller)
+        most = BACKGROUND if call.batch_line else self._max_priority(call.caller)
         if not published and request.priority > most:
             request = msgspec.structs.replace(request, priority=most)
         if not published and self._model:

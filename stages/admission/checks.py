@@ -11,14 +11,13 @@ from ...bus.entries import (
     is_usable_request_id,
 )
 from ...bus.public import GenerateRequest
-from ...config import MAX_INT64, RequestError, SamplingParams, shown
+from ...config import MAX_INT64, MAX_PRIORITY, RequestError, SamplingParams, shown
 from ...config.quoting import is_unicode
 from ...config.sampling import check_ranges
 from ...config.sampling import outside as _outside
 
 MAX_TENANT_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
-MAX_PRIORITY = 1000
 
 # Of a result as JSON, commas included: the most characters that each can have.
 COMPLETION_BYTES = 5120

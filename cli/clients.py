@@ -212,6 +212,10 @@ class PipelineClient:
             if model.takes_requests
         ]
 
+    async def details(self) -> Sequence[ListedModel | ModelStatus]:
+        """Return all models with their numbers, as far as this client may read them."""
+        return await self._client.models()
+
     async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """Return all models, with as much as this client may read."""
         found = await self._client.models()
@@ -333,6 +337,7 @@ class ServerClient:
             raise RequestError(
                 f"{self.url} is not such a server; it answers {cut(ascii(body[:400]))}",
                 code="malformed_output",
+                remedy="give the URL of a server of nano-inference",
             ) from None
 
     # --- requests -------------------------------------------------------------------------------
@@ -360,11 +365,19 @@ class ServerClient:
                     if part.text or part.reasoning:
                         yield part
                     if choice.finish_reason == "abort":
-                        raise RequestError("the request was cancelled elsewhere", code="aborted")
+                        raise RequestError(
+                            "the request was cancelled elsewhere",
+                            code="aborted",
+                            remedy="send it again",
+                        )
         if calls:
             yield AnswerPart(calls=tuple(call for _, call in sorted(calls.items())))
         if not done:
-            raise RequestError(f"{self.url} ended before its answer did", code="connection_lost")
+            raise RequestError(
+                f"{self.url} ended before its answer did",
+                code="connection_lost",
+                remedy="send it again",
+            )
 
     async def outputs(
         self, path: str, body: dict[str, Any], headers: dict[str, str]
@@ -421,6 +434,12 @@ class ServerClient:
         """See PipelineClient."""
         cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
         return [ListedModel(card.id, card.max_model_len, card.root) for card in cards]
+
+    async def details(self) -> Sequence[ListedModel | ModelStatus]:
+        """See PipelineClient."""
+        with suppress(RequestError):  # the key has no scope for it
+            return (await self._call("GET", self._models(), _List[ModelStatus])).data
+        return await self.models()
 
     async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """See PipelineClient."""
@@ -495,11 +514,17 @@ class ServerClient:
         """
         status, body = await self._get("/status")
         if status == 404:
-            raise ConfigError(f"{self.root} has no /status; only nano-inference's servers have")
+            raise ConfigError(
+                f"{self.root} has no /status; only nano-inference's servers have",
+                remedy="give the URL of one",
+            )
         try:
             found = msgspec.json.decode(body, type=PipelineStatus)
         except ValueError:
-            raise ConfigError(f"{self.root}/status is not an answer of nano-inference") from None
+            raise ConfigError(
+                f"{self.root}/status is not an answer of nano-inference",
+                remedy="give the URL of nano-inference",
+            ) from None
         found = replace(found, url=self.root)
         return found if model is None else of_one_model(found, model)
 
@@ -514,7 +539,7 @@ class ServerClient:
         # KServe's probe of a model says no with 400.
         status, body = await self._get(path, refused=(400, 503))
         if status == 404:
-            raise ConfigError(f"{self.root} has no {path}")
+            raise ConfigError(f"{self.root} has no {path}; give that of nano-inference")
         if status == 200:
             return ""
         try:

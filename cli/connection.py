@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
@@ -65,6 +66,14 @@ def target_of(options: Options, *, or_serve: bool = False) -> Target:
         return config
     if (running := _newest(options.served)) is None:
         return server_of(options) if or_serve else config
+    return found_target(running, options, or_serve=or_serve)
+
+
+def found_target(running: Running, options: Options, *, or_serve: bool = False) -> Target:
+    """Return the address of what runs: its bus, if commands reach that, else its server.
+
+    Arguments and errors are those of `target_of`.
+    """
     by_bus = running.bus is not None and running.command == "up" and not running.secret
     if running.url is not None and (or_serve or not by_bus):
         return server_of(replace(options, url=running.url))
@@ -73,6 +82,7 @@ def target_of(options: Options, *, or_serve: bool = False) -> Target:
             f"the bus of `{running.command}` (process {running.pid}) is {running.bus} with a "
             "password or options; give its whole URL as NANO_INFERENCE_BUS__URL, or with --bus"
         )
+    config = options.client_config()
     bus = {"url": running.bus or config.bus.url, "prefix": running.prefix}
     return replace(config, bus=replace(config.bus, **bus))
 
@@ -153,7 +163,7 @@ async def connected(
         ConfigError: The port for the metrics is taken.
         RequestError: unknown_model.
     """
-    instance = f"{name}-{os.getpid()}"
+    instance = f"{name}-{socket.gethostname()}-{os.getpid()}"
     metrics = Metrics()
     if with_metrics:
         metrics = setup_metrics(config.telemetry, instance, without_port=config.gateway.metrics)

@@ -33,6 +33,7 @@ from .process import (
     stop_signals,
     until_stopped,
 )
+from .pull import with_pulled
 from .requests import given
 from .running import record, registered
 from .terminal import show_loading, stderr
@@ -55,7 +56,7 @@ _SAID = ("gateway_listens", "ready")
 def serve(
     options: Options,
     folder: Annotated[
-        str | None, typer.Argument(metavar="FOLDER", help="As --model.", show_default=False)
+        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
     ] = None,
     port: Annotated[
         int | None,
@@ -75,6 +76,8 @@ def serve(
 
         nano-inference serve ~/models/Qwen2.5-0.5B-Instruct --port 8000
 
+        nano-inference serve Qwen/Qwen2.5-0.5B-Instruct        (which `pull` has brought)
+
     It has OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
     (docs/kserve.md), with --grpc-port also over gRPC. Without keys (docs/policy.md), every client
     that reaches the port may use all of it, so it listens on this machine only.
@@ -87,6 +90,7 @@ def serve(
         if options.model not in (None, folder):
             raise ConfigError(f"give {shown(folder)} or --model {shown(options.model)}, not both")
         options = replace(options, model=folder)
+    options = with_pulled(options)
     config = options.config(**{"pipeline.stages": list(STAGES)})
     check_model_files(config, options.model)
     config = listening(config, port, SERVE_PORT, host, grpc_port=grpc_port, insecure=insecure)

@@ -7,6 +7,7 @@ import functools
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -38,6 +39,7 @@ from .model_files import check_model_files
 from .options import Options, option, takes_client_options, takes_engine_options
 from .process import stop_signals
 from .processes import GATEWAY, Printer, Processes
+from .pull import with_pulled
 from .ray.plan import plan_of
 from .requests import given
 from .running import record, registered
@@ -106,6 +108,7 @@ def up(
         )
     if gateway == 0:
         gateway = free_port(load_config(options.config_file, overrides=options.overrides()))
+    options = with_pulled(options)
     own = {"pipeline.replicas": replicas, "gateway.port": gateway, "gateway.grpc_port": grpc_port}
     overrides = options.overrides() | given(own | {"gateway.insecure": insecure or None})
     config = load_config(options.config_file, overrides=overrides)
@@ -328,7 +331,7 @@ async def _run_several(
 
     setup_logging(config.telemetry)
     bus = open_bus(config.bus)
-    metrics = setup_metrics(config.telemetry, f"models-{os.getpid()}")
+    metrics = setup_metrics(config.telemetry, f"models-{socket.gethostname()}-{os.getpid()}")
     manager = ModelManager(config, bus, processes_of, metrics)
     router = Router(bus, metrics)
     names = ", ".join(model.id for model in config.models)

@@ -14,7 +14,7 @@ import anyio
 
 from ..bus.public import Usage
 from ..config import RequestError, shown
-from ..telemetry import TraceContext, now_ns
+from ..telemetry import Operation, TraceContext, now_ns
 from .caller import NOBODY, Caller, Needed
 
 TENANT_HEADER = "X-Tenant"
@@ -94,6 +94,7 @@ class Account:
         unread_ns: Returns for how long its client has not read.
         unread_before_ns: The unread time at the end of its last request.
         time: Time of its longest request, by cause; its requests' bills.
+        operation: For its span and metrics; None before its first request, and where none are made.
     """
 
     background: bool = False
@@ -114,6 +115,7 @@ class Account:
     unread_before_ns: int = 0
     time: dict[str, int] = field(default_factory=dict)
     billed_ns: int = 0
+    operation: Operation | None = None
 
     @property
     def ignored_names(self) -> str:

@@ -265,6 +265,7 @@ async def test_filters_are_fields_and_numbers_and_an_unknown_one_says_so(
     async with gateway(engine) as (url, _, _), console(browser, url) as page:
         await page.open("requests?q=stat%3Afailed")
         await page.page.wait_for_selector(".empty:has-text('There is no filter “stat”')")
+        assert await page.violations() == []
         found = await page.page.evaluate(FITS, [*fit, *unfit, *wrong])
     assert found == [True] * len(fit) + [False] * len(unfit) + list(wrong.values())
 

@@ -32,9 +32,10 @@ from .replay import digest, replay
 from .run import run
 from .samples import samples
 from .serve import gateway, serve
-from .status import health, status, top
+from .status import health, status
 from .submit import submit
 from .terminal import PROGRAM, complain
+from .top import top
 from .trace import trace
 from .up import down, up
 

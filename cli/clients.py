@@ -338,6 +338,7 @@ class ServerClient:
             raise RequestError(
                 f"{self.url} is not such a server; it answers {cut(ascii(body[:400]))}",
                 code="malformed_output",
+                remedy="give the URL of a server of nano-inference",
             ) from None
 
     # --- requests -------------------------------------------------------------------------------
@@ -365,11 +366,19 @@ class ServerClient:
                     if part.text or part.reasoning:
                         yield part
                     if choice.finish_reason == "abort":
-                        raise RequestError("the request was cancelled elsewhere", code="aborted")
+                        raise RequestError(
+                            "the request was cancelled elsewhere",
+                            code="aborted",
+                            remedy="send it again",
+                        )
         if calls:
             yield AnswerPart(calls=tuple(call for _, call in sorted(calls.items())))
         if not done:
-            raise RequestError(f"{self.url} ended before its answer did", code="connection_lost")
+            raise RequestError(
+                f"{self.url} ended before its answer did",
+                code="connection_lost",
+                remedy="send it again",
+            )
 
     async def outputs(
         self, path: str, body: dict[str, Any], headers: dict[str, str]
@@ -514,11 +523,17 @@ class ServerClient:
         """
         status, body = await self._get("/status")
         if status == 404:
-            raise ConfigError(f"{self.root} has no /status; only nano-inference's servers have")
+            raise ConfigError(
+                f"{self.root} has no /status; only nano-inference's servers have",
+                remedy="give the URL of one",
+            )
         try:
             found = msgspec.json.decode(body, type=PipelineStatus)
         except ValueError:
-            raise ConfigError(f"{self.root}/status is not an answer of nano-inference") from None
+            raise ConfigError(
+                f"{self.root}/status is not an answer of nano-inference",
+                remedy="give the URL of nano-inference",
+            ) from None
         found = replace(found, url=self.root)
         return found if model is None else of_one_model(found, model)
 
@@ -533,7 +548,7 @@ class ServerClient:
         # KServe's probe of a model says no with 400.
         status, body = await self._get(path, refused=(400, 503))
         if status == 404:
-            raise ConfigError(f"{self.root} has no {path}")
+            raise ConfigError(f"{self.root} has no {path}; give that of nano-inference")
         if status == 200:
             return ""
         try:

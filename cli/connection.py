@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
@@ -162,7 +163,7 @@ async def connected(
         ConfigError: The port for the metrics is taken.
         RequestError: unknown_model.
     """
-    instance = f"{name}-{os.getpid()}"
+    instance = f"{name}-{socket.gethostname()}-{os.getpid()}"
     metrics = Metrics()
     if with_metrics:
         metrics = setup_metrics(config.telemetry, instance, without_port=config.gateway.metrics)

@@ -7,6 +7,7 @@ import functools
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -330,7 +331,7 @@ async def _run_several(
 
     setup_logging(config.telemetry)
     bus = open_bus(config.bus)
-    metrics = setup_metrics(config.telemetry, f"models-{os.getpid()}")
+    metrics = setup_metrics(config.telemetry, f"models-{socket.gethostname()}-{os.getpid()}")
     manager = ModelManager(config, bus, processes_of, metrics)
     router = Router(bus, metrics)
     names = ", ".join(model.id for model in config.models)

@@ -124,7 +124,7 @@ class Application(Starlette):
     @staticmethod
     def respond(call: Call, error: NanoInferenceError) -> Response:
         """Return the response to a call that has an error."""
-        call.code = error.code
+        call.code, call.message = error.code, error.message
         if anthropic.is_called(call):
             return anthropic.respond(call, error)
         if kserve_http.is_called(call):
@@ -198,6 +198,16 @@ class GatewayApp(Application):
             "weight updates": self._recover,
             "batches": self.batches.run_forever,
         }
+        if self.feed is not None:
+            self.background["console"] = self.feed.keep
+
+    def on_call(self, call: Call, route: str, fields: dict[str, Any]) -> None:
+        """Note an ended call, as `OnCall`: in the audit log, and if it was refused in the list of
+        the last requests."""
+        if self.policy.on_call is not None:
+            self.policy.on_call(call, route, fields)
+        if self.request_log is not None and call.code:
+            self.request_log.refused(call)
 
     async def _recover(self) -> None:
         """Complete the weight updates that killed gateways have decided."""

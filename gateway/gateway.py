@@ -93,7 +93,7 @@ class Gateway:
         measures = Measures(self._client.tracing, self._client.metrics)
         try:
             self._app = app = await self._application(config, measures)
-            self._server = HttpServer(app, own, measures, app.policy.on_call)
+            self._server = HttpServer(app, own, measures, app.on_call)
             if config.policy.knows_callers:
                 self._server.connections.client_of = app.policy.client_of
             if self.grpc_port is not None:

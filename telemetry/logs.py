@@ -45,10 +45,14 @@ _REQUESTED = frozenset({"http_call", "request_admitted"})
 _Event = MutableMapping[str, Any]
 
 
+def has_cursor(stream: TextIO) -> bool:
+    """Whether a stream is a terminal whose cursor can be moved; with TERM=dumb it can't."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 def has_colours(stream: TextIO) -> bool:
     """Whether a stream is a terminal that shows colours; NO_COLOR and TERM=dumb turn them off."""
-    is_dumb = os.environ.get("TERM") in ("dumb", "unknown") or os.environ.get("NO_COLOR")
-    return stream.isatty() and not is_dumb
+    return has_cursor(stream) and not os.environ.get("NO_COLOR")
 
 
 def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> None:

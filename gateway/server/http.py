@@ -360,10 +360,14 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except RecursionError:
-        raise RequestError("the body is nested too deeply", code="malformed") from None
+        raise RequestError(
+            "the body is nested too deeply", code="malformed", remedy="send it flatter"
+        ) from None
     # Errors of msgspec, of text and of numbers are ValueErrors.
     except (ValueError, OverflowError) as error:
-        raise RequestError(f"the body is not a JSON object: {error}", code="malformed") from None
+        raise RequestError(
+            f"the body is not a JSON object: {error}", code="malformed", remedy="send one"
+        ) from None
     finally:
         if collects:
             gc.enable()

@@ -19,7 +19,7 @@ from ..config import LaneReplaced, NanoInferenceError, shown
 from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
-from . import admin, dlq, models, operations
+from . import admin, dlq, local, models, operations
 from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
@@ -53,12 +53,20 @@ app = typer.Typer(
 )
 
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    "Look around": {"demo": demo, "doctor": doctor},
+    "Look around": {
+        "demo": demo,
+        "doctor": doctor,
+        "list": local.list_models,
+        "ps": local.ps,
+        "version": local.version,
+    },
     "Start a pipeline": {
         "pull": pull,
         "quantize": quantize,
         "serve": serve,
         "up": up,
+        "stop": local.stop,
+        "logs": local.logs,
         "down": down,
         "run": run,
         "gateway": gateway,
@@ -237,15 +245,10 @@ _BOUNDS = {"greater_than_equal": ("ge", "at least"), "less_than_equal": ("le", "
 
 _OF_OTHERS = {
     "bench": "benchmarks/ has programs that measure",
-    "list": "'nano-inference models' lists them",
-    "logs": "each process logs to its standard error",
-    "ls": "'nano-inference models' lists them",
-    "ps": "'nano-inference status' shows what runs",
+    "ls": "'nano-inference list' lists them",
     "rm": "a pulled model is a folder; delete it",
-    "show": "'nano-inference models' shows them",
+    "show": "'nano-inference list' shows them",
     "start": "'nano-inference serve' or 'up' starts one",
-    "stop": "'nano-inference down' stops what 'up' started, Ctrl-C what 'serve' runs",
-    "version": "it is 'nano-inference --version'",
 }
 """Commands of other programs, each with what does the same here."""
 

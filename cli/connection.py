@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
@@ -65,6 +66,14 @@ def target_of(options: Options, *, or_serve: bool = False) -> Target:
         return config
     if (running := _newest(options.served)) is None:
         return server_of(options) if or_serve else config
+    return found_target(running, options, or_serve=or_serve)
+
+
+def found_target(running: Running, options: Options, *, or_serve: bool = False) -> Target:
+    """Return the address of what runs: its bus, if commands reach that, else its server.
+
+    Arguments and errors are those of `target_of`.
+    """
     by_bus = running.bus is not None and running.command == "up" and not running.secret
     if running.url is not None and (or_serve or not by_bus):
         return server_of(replace(options, url=running.url))
@@ -73,14 +82,31 @@ def target_of(options: Options, *, or_serve: bool = False) -> Target:
             f"the bus of `{running.command}` (process {running.pid}) is {running.bus} with a "
             "password or options; give its whole URL as NANO_INFERENCE_BUS__URL, or with --bus"
         )
+    config = options.client_config()
     bus = {"url": running.bus or config.bus.url, "prefix": running.prefix}
     return replace(config, bus=replace(config.bus, **bus))
 
 
-def _newest(model: str | None) -> Running | None:
+def running_server(options: Options) -> ServerAddress | None:
+    """Return the newest server that runs on this machine; None if none does.
+
+    Raises:
+        ConfigError: A pipeline runs, and no server.
+    """
+    if (running := _newest(None, by_http=True)) is not None:
+        return server_of(replace(options, url=running.url))
+    if every := found():
+        raise ConfigError(
+            f"`{every[0].command}` (process {every[0].pid}) has no HTTP; start it with --gateway, "
+            f"or `nano-inference gateway --bus {every[0].bus}` beside it"
+        )
+    return None
+
+
+def _newest(model: str | None, *, by_http: bool = False) -> Running | None:
     """Return what commands without an address use: the newest that runs, with this model if any
     has it."""
-    every = found()
+    every = [each for each in found() if each.url or not by_http]
     several = [each for each in every if model in each.models] or every
     if len(several) > 1:
         newest = several[0]
@@ -137,7 +163,7 @@ async def connected(
         ConfigError: The port for the metrics is taken.
         RequestError: unknown_model.
     """
-    instance = f"{name}-{os.getpid()}"
+    instance = f"{name}-{socket.gethostname()}-{os.getpid()}"
     metrics = Metrics()
     if with_metrics:
         metrics = setup_metrics(config.telemetry, instance, without_port=config.gateway.metrics)

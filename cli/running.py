@@ -10,21 +10,27 @@ from __future__ import annotations
 import os
 import platform
 import stat
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Literal
 
 import msgspec
 from msgspec import field
+from msgspec.structs import replace
 
 from ..config import Config, redact
 from ..config.temporary import cache_folder, only_we_write
 from ..store.process_state import identity_of, state_of
+from ..telemetry import LogOutput
 
-_SUFFIX = ".json"
+MOST_LOG_BYTES = 4 << 20
+"""Size of a kept log; then its older half is dropped."""
+
+_SUFFIX, _LOG_SUFFIX = ".json", ".nano-inference-log"
 
 
 def _log_file() -> str | None:
@@ -51,7 +57,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
         pid: Its process.
         process: The process's identity, since PIDs are reused.
         started_at: Seconds since 1970.
-        log: The file that its standard error goes to; None for a terminal or a pipe.
+        log: The file that has its log; None if its standard error is a pipe.
     """
 
     command: Literal["serve", "up", "gateway"]
@@ -97,20 +103,58 @@ def record(
 
 @contextmanager
 def registered(running: Running) -> Iterator[None]:
-    """Keep a record while its process runs. Without a folder for it there is none."""
-    path: Path | None = None
-    with suppress(OSError):
-        if (folder := _folder()) is not None:
-            with NamedTemporaryFile(dir=folder, delete=False) as file:  # its mode is 600
-                file.write(msgspec.json.encode(running))
-            path = Path(f"{file.name}{_SUFFIX}")
-            os.replace(file.name, path)
+    """Keep a record while its process runs. Without a folder for it there is none.
+
+    On a terminal the log is also kept in a file beside the record.
+    """
+    with ExitStack() as until_the_end:
+        with suppress(OSError):
+            if (folder := _folder()) is not None:
+                if sys.stderr.isatty():
+                    log = until_the_end.enter_context(_kept_log(folder))
+                    running = replace(running, log=log)
+                until_the_end.enter_context(_kept(folder, running))
+        yield
+
+
+@contextmanager
+def _kept(folder: Path, running: Running) -> Iterator[None]:
+    with NamedTemporaryFile(dir=folder, delete=False) as file:  # its mode is 600
+        file.write(msgspec.json.encode(running))
+    path = Path(f"{file.name}{_SUFFIX}")
+    os.replace(file.name, path)
     try:
         yield
     finally:
-        if path is not None:
+        _remove(path)
+
+
+@contextmanager
+def _kept_log(folder: Path) -> Iterator[str]:
+    """Copy the lines of the log to a file of at most `MOST_LOG_BYTES`; yield its path."""
+    with NamedTemporaryFile(dir=folder, suffix=_LOG_SUFFIX, buffering=0, delete=False) as file:
+
+        def copy(text: str) -> None:
             with suppress(OSError):
-                path.unlink()
+                if file.tell() > MOST_LOG_BYTES:
+                    file.seek(-MOST_LOG_BYTES // 2, os.SEEK_END)
+                    newest = file.read()
+                    file.seek(0)
+                    file.write(newest)
+                    file.truncate()
+                file.write(text.encode(errors="backslashreplace"))
+
+        LogOutput.copy = copy
+        try:
+            yield file.name
+        finally:
+            LogOutput.copy = None
+            _remove(Path(file.name))
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
 
 
 def found() -> list[Running]:
@@ -125,11 +169,17 @@ def found() -> list[Running]:
             continue  # it has just ended, or is of another version
         match _state_of(running):
             case "gone":
-                with suppress(OSError):
-                    path.unlink()
+                _remove(path)
+                if running.log is not None and running.log.endswith(_LOG_SUFFIX):
+                    _remove(folder / Path(running.log).name)
             case "running" | "stopped":
                 alive.append(running)
     return sorted(alive, key=lambda each: each.started_at, reverse=True)
+
+
+def is_alive(running: Running) -> bool:
+    """Return whether the process of a record still runs."""
+    return _state_of(running) in ("running", "stopped")
 
 
 def _state_of(running: Running) -> str:

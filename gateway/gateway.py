@@ -93,7 +93,7 @@ class Gateway:
         measures = Measures(self._client.tracing, self._client.metrics)
         try:
             self._app = app = await self._application(config, measures)
-            self._server = HttpServer(app, own, measures, app.policy.on_call)
+            self._server = HttpServer(app, own, measures, app.on_call)
             if config.policy.knows_callers:
                 self._server.connections.client_of = app.policy.client_of
             if self.grpc_port is not None:
@@ -254,6 +254,12 @@ def check_ports(
     for port, option in ((gateway.port, http_option), (gateway.grpc_port, grpc_option)):
         if port:
             _bound(config, place, port, option).close()
+
+
+def free_port(config: Config) -> int:
+    """Return a port that is free now, at the address of a gateway with these settings."""
+    with _bound(config, place_of(config), 0, "gateway.port") as listener:
+        return int(listener.getsockname()[1])
 
 
 def _bound(

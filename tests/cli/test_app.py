@@ -126,7 +126,6 @@ WRONG = [
     ("frobnicate", "no such command 'frobnicate'"),
     ("submit --promt x", "no such option: --promt"),
     ("complete a b", "a text with spaces needs quotes"),
-    ("ps", "there is no command 'ps'; 'nano-inference status' shows"),
     ("serve tiny --model other", "not both"),
     ("run executor tiny", "a model is given with --model"),
     ("serve --porrt 1", "--port"),
@@ -203,13 +202,16 @@ def test_a_broken_model_is_found_before_anything_starts(
     assert_refused(run(command, "--model", str(path)), f"--model {path} {hint}")
 
 
-def test_model_that_was_pulled_is_named(
+def test_a_pulled_model_is_found_by_its_name(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     pulled = tmp_path / ".cache/nano-inference/models/org--name"
     pulled.mkdir(parents=True)
-    assert_refused(run("serve", "--model", "org/name"), f"it was pulled to {pulled}")
+    assert_refused(run("serve", "org/name"), f"{pulled} is a folder without config.json")
+    assert "org/name" in run("list").stdout
+    assert_refused(run("serve", "org/other"), "fetch it with `nano-inference pull org/other`")
+    assert_refused(run("run", "--model", "org/name"), f"it was pulled to {pulled}")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from ..server.measures import Measures
 from .capacity import Capacity
 from .chain import PolicyChain
 from .durable_calls import Attachment
+from .fields import in_words_of_body
 from .lane_state import DRAINING, ModelLength, Readiness
 from .request_ids import concerns, ids_of, name_of
 from .request_log import RequestLog
@@ -497,4 +498,5 @@ def _check(completion: Completion) -> None:
     """Raises EngineError unless a request is done or cancelled."""
     error = completion.error
     if error is not None and completion.status != "cancelled":
-        raise EngineError(error.message, code=error.code, retry_after_s=error.retry_after_s)
+        message, param = in_words_of_body(error)
+        raise EngineError(message, code=error.code, param=param, retry_after_s=error.retry_after_s)

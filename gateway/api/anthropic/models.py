@@ -60,7 +60,7 @@ def _read_page(call: Call) -> _Page:
     limit = given.get("limit", "")
     if limit.isascii() and limit.isdecimal() and len(limit) < 9:
         given["limit"] = int(limit)
-    return convert(given, _Page, "the query")
+    return convert(given, _Page)
 
 
 def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:

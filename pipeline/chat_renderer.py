@@ -237,7 +237,10 @@ def _turn(message: Message, where: str) -> Turn:
             turn["tool_calls"] = [_called(call) for call in calls]
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise field_error(
-            where, f"is not in OpenAI's form: {shown(str(error))}", code="invalid_messages"
+            where,
+            f"is not in OpenAI's form: {shown(str(error))}",
+            code="invalid_messages",
+            remedy="write it with a role and content",
         ) from error
     return turn
 
@@ -281,11 +284,17 @@ def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> 
             {"tools": [], "choice": kind, "named": named, "parallel": parallel}, chat.ToolUse
         )
     except (msgspec.ValidationError, LookupError, TypeError, AttributeError) as error:
-        raise RequestError(f"tools and tool_choice are not in OpenAI's form: {error}") from None
+        raise RequestError(
+            f"tools and tool_choice are not in OpenAI's form: {error}",
+            remedy="give a list of functions, each with a name",
+        ) from None
     known = chat.tools_of(given)
     names = [tool.name for tool in known]
     if named and named not in names:
-        raise RequestError(f"tool_choice names {shown(named)}, and the tools are {shown(names)}")
+        raise RequestError(
+            f"tool_choice names {shown(named)}, and the tools are {shown(names)}",
+            remedy="name one of them",
+        )
     return replace(use, tools=known)
 
 

@@ -128,7 +128,9 @@ class ModelParts(ABC):
 
         check_in_flight(in_flight)
         if self._executor.runner.adapters.get(id) is None:
-            raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
+            raise AdapterError(
+                f"no adapter {id!r:.80} is loaded", code="adapter_not_found", remedy="load it first"
+            )
         if in_flight != "abort" and any(
             seq.info.adapter == id for seq in self._batching.index.values()
         ):

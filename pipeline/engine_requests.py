@@ -107,7 +107,7 @@ def token_ids_of(
         raise ArgumentError(f"{rule}, not {_a(given)}; decode it to text", code=code)
     values = _without_arrays(given)
     if isinstance(values, str | Mapping | Set) or not isinstance(values, Iterable):
-        raise ArgumentError(f"{rule}, not {_a(given)}", code=code)
+        raise ArgumentError(f"{rule}, not {_a(given)}; pass one", code=code)
     ids = tuple(values)
     if set(map(type, ids)) <= {int}:
         return ids
@@ -193,7 +193,9 @@ def _token_id(value: Any, position: int, rule: str, code: str) -> int:
     number = _integer(value)
     if number is None:
         raise ArgumentError(
-            f"{rule}, which are integers, not {shown(value)} (at place {position})", code=code
+            f"{rule}, which are integers, not {shown(value)} (at place {position})",
+            code=code,
+            remedy="pass integers",
         )
     return number
 
@@ -260,6 +262,7 @@ class UnfinishedRequests(dict[str, Unfinished]):
             raise RequestError(
                 f"a request_id is text or an integer, not {type(request_id).__name__}",
                 code="invalid_request_id",
+                remedy="pass one of them, or None",
             )
         if request_id in self._names:
             raise RequestError(
@@ -452,7 +455,10 @@ def params_of_targets(
             SamplingParams, or a prompt has more targets than positions after its first.
     """
     if len(targets) != len(prompts):
-        raise ArgumentError(f"targets has {len(targets)} entries for {len(prompts)} prompts")
+        raise ArgumentError(
+            f"targets has {len(targets)} entries for {len(prompts)} prompts",
+            remedy="give one for each prompt",
+        )
     rows = [[*map(_without_arrays, _without_arrays(each))] for each in targets]
     starts = [[0] * (len(each) - len(own)) for each, own in zip(prompts, rows, strict=True)]
     if not all(starts):

@@ -342,7 +342,7 @@ def unknown_session(session: str) -> RequestError:
     return RequestError(
         f"there is no session {shown(session)} here: none of its requests has sampled a token, it "
         "was deleted, is another tenant's or by a model that the key is not for, has expired "
-        "(bus.trees_ttl_s), or no token trees are kept (bus.trees_max_bytes)",
+        "(bus.trees_ttl_s), or no token trees are kept (bus.trees_max_bytes); run it again",
         code="unknown_session",
     )
 

@@ -67,7 +67,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     # For a broken tokenizer.json the tokenizers library raises Exception itself.
     except Exception as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"the tokenizer in {folder} can't be loaded: {first_line:.300}") from error
+        raise ModelError(
+            f"the tokenizer in {folder} can't be loaded: {first_line:.300}",
+            remedy="save the model's tokenizer there with tokenizer.save_pretrained()",
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
         raise ModelError(
             f"the tokenizer in {folder} is not backed by a tokenizer.json; convert it to one "
@@ -198,7 +201,9 @@ def encode(
     # without an "unknown" token lacks.
     except Exception as error:
         raise RequestError(
-            f"the model's tokenizer can't read the text: {shown(str(error))}", code=code
+            f"the model's tokenizer can't read the text: {shown(str(error))}",
+            code=code,
+            remedy="send other text, or token ids",
         ) from error
     return tuple(encoded["input_ids"])
 

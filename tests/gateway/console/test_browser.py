@@ -3,6 +3,7 @@ survive. Skipped where there is no Chromium."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,6 +30,7 @@ from ...soaking import in_soak
 from ..fake import FakeEngine, chunk, completion, report
 from ..sampled import WORDS
 from ..served import listening
+from .attacks import ATTACKS
 from .pages import ConsolePage, chromium, console, needs_chromium
 
 pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -38,8 +40,54 @@ EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{7
 
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
-HAS = """name => JSON.parse(sessionStorage["console.chat"] ?? "null")
-    ?.panes[0].turns.some(turn => turn.answer?.[name])"""
+# Of the first answer, as the browser's database has it.
+HAS = """name => new Promise(resolve => {
+    const opening = indexedDB.open("console");
+    opening.onsuccess = () => {
+        const reading = opening.result.transaction("conversations");
+        const all = reading.objectStore("conversations").getAll();
+        all.onsuccess = () => {
+            opening.result.close();
+            resolve(Boolean(all.result[0]?.panes[0].root.children[0]?.children[0]?.answer[name]));
+        };
+    };
+})"""
+
+# The elements, attributes and links of each attack, whole, and growing by a few characters.
+DRAWN = """async attacks => {
+    const { Markdown } = await import(new URL("static/markdown.js", document.baseURI));
+    const found = { elements: new Set(), attributes: new Set(), links: new Set(), violations: 0 };
+    document.addEventListener("securitypolicyviolation", () => { found.violations += 1; });
+    for (const attack of attacks) {
+        for (const step of [attack.length, 7]) {
+            const markdown = new Markdown("Answer");
+            document.body.append(markdown.element);
+            for (let end = step; end < attack.length + step; end += step)
+                markdown.update(attack.slice(0, end), true);
+            markdown.update(attack, false);
+            for (const each of markdown.element.querySelectorAll("*")) {
+                found.elements.add(each.localName);
+                for (const name of each.getAttributeNames()) found.attributes.add(name);
+                if (each.href) found.links.add(each.protocol);
+                each.dispatchEvent(new MouseEvent("mouseover"));
+                each.dispatchEvent(new Event("focus"));
+            }
+        }
+    }
+    await new Promise(resolve => setTimeout(resolve, 100));
+    const { elements, attributes, links, violations } = found;
+    return { elements: [...elements], attributes: [...attributes], links: [...links], violations };
+}"""
+
+ELEMENTS = set(
+    re.findall(
+        r"\w+",
+        "a blockquote br button code div em figcaption figure h3 h4 h5 h6 hr li ol p pre s span "
+        "strong table tbody td th thead tr ul",
+    )
+)
+
+ATTRIBUTES = {"aria-label", "class", "href", "rel", "role", "tabindex", "target", "title", "type"}
 
 STAGES = {
     "admission": {"in_flight": 3},
@@ -161,6 +209,7 @@ async def test_a_tokens_alternatives_are_shown_by_pointer_and_by_keys(
         await page.open()
         await page.send("Hello")
         await page.answered()
+        await page.page.click("button:text-is('Tokens')")
         text = page.page.locator(".message.assistant .tokens:visible").last
         await text.locator("span").first.hover()
         assert "logprob -0.500" in await page.page.inner_text(".tip")
@@ -207,6 +256,27 @@ async def test_no_text_becomes_html(browser: Any, engine: FakeEngine) -> None:
             assert await page.page.evaluate("window.hacked") is None, view
             assert await page.page.locator("main img, main script, main iframe").count() == 0, view
         assert [each for each in page.said if "404" not in each] == []
+
+
+async def test_none_of_sixty_attacks_in_markdown_runs(browser: Any, engine: FakeEngine) -> None:
+    """Nor loads a file, leads elsewhere than to the web, or violates the policy."""
+    assert len(set(ATTACKS)) == 60
+    engine.outputs = speaking("\n\n".join(ATTACKS[1::3]))
+    async with gateway(engine) as (url, _, _), console(browser, url) as page:
+        asked: list[str] = []
+        await page.open()
+        page.page.on("request", lambda request: asked.append(request.url))
+        await page.send("\n\n".join(ATTACKS[::3]))
+        await page.answered()
+        found = await page.page.evaluate(DRAWN, ATTACKS)
+        assert set(found["elements"]) <= ELEMENTS
+        assert set(found["attributes"]) <= ATTRIBUTES
+        assert set(found["links"]) <= {"https:", "http:", "mailto:"}
+        assert found["violations"] == 0
+        assert await page.page.evaluate("window.hacked") is None
+        assert await page.page.locator("main img, main script, main iframe").count() == 0
+        assert [each for each in asked if not each.startswith(url)] == []
+        assert page.said == []
 
 
 async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(

@@ -12,6 +12,7 @@ import { foldedCauses } from "./waterfall.js";
 
 const FINISHES = { stop: "ended", length: "cut at the most tokens", tool_calls: "calls a tool", abort: "cancelled", content_filter: "cut by a guardrail", stopped: "stopped" };
 const LEAST_MS = 50;
+const LONG = 600;
 
 const action = (name, path, onclick, more = {}) => h("button", { type: "button", class: "quiet icon", title: name, "aria-label": name, onclick, ...more }, icon(path));
 
@@ -90,7 +91,7 @@ export function answerView(turn, pane, does) {
       action("Regenerate", ICONS.again, () => does.regenerate(turn)),
       action("Branch into a new chat", ICONS.branch, () => does.branch(turn)),
       answer.tokens.length > 0 && h("button", { type: "button", class: "quiet", "aria-pressed": String(Boolean(turn.byTokens)), title: "Each token with its probability and its alternatives", onclick: () => { turn.byTokens = !turn.byTokens; drawActions(); draw(); does.keep(); } }, "Tokens"),
-      h("button", { type: "button", class: "quiet", onclick: () => program(answer.body, does.session) }, "Code"));
+      answer.body.messages && h("button", { type: "button", class: "quiet", onclick: () => program(answer.body, does.session) }, "Code"));
   }
   draw();
   return { element, draw };
@@ -146,7 +147,7 @@ export function saidView(turn, pane, does) {
   return h("div", { class: failed ? "message user failed" : "message user" }, h("h2", { class: "visually-hidden" }, "You"),
     (turn.images ?? []).map((url) => h("img", { src: url, alt: "The image that you sent" })),
     turn.files?.length > 0 && h("div", { class: "files" }, turn.files.map((each) => h("span", { class: "tag", title: each.text.slice(0, 500) }, `${each.name} · ${bytes(each.text.length)}`))),
-    turn.text && h("div", { class: "text" }, turn.text),
+    turn.text && h("div", { class: "text", tabindex: turn.text.length > LONG ? 0 : null }, turn.text),
     h("div", { class: "actions" }, versions(turn, pane, does),
       turn.text && action("Copy", ICONS.copy, () => copy(turn.text)),
       action("Edit and send again", ICONS.edit, () => does.edit(turn))));

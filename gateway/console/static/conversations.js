@@ -51,7 +51,7 @@ function headOf(conversation) {
   return { id, updated, title: titleOf(conversation), words };
 }
 
-export const titleOf = (conversation) => conversation.title || (wordsOf(conversation.panes[0].root.children[0] ?? { text: "New chat" }).trim().split("\n")[0].slice(0, 80) || "A picture or a file");
+export const titleOf = (conversation) => conversation.title || (wordsOf(path(conversation.panes[0])[0] ?? { text: "New chat" }).trim().split("\n")[0].slice(0, 80) || "A picture or a file");
 
 // --- the tree -----------------------------------------------------------------------------------
 // A turn has `children`: what has followed it, an edited or regenerated turn beside the first one. `shown` is the one shown.

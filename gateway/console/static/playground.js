@@ -267,7 +267,9 @@ class Playground {
     if (conversation.compare) this.tab = conversation.panes.indexOf(pane);
     this.#drawSettings();
     this.#showSheet(true);
-    this.settings.querySelector(`[data-setting=${name}]`)?.focus();
+    const control = this.settings.querySelector(`[data-setting=${name}]`);
+    control?.focus({ preventScroll: true });
+    control?.closest(".field").scrollIntoView({ block: "center" });
   }
 
   refresh() {

@@ -8,7 +8,7 @@ import { confirmed, field, h, icon, ICONS, put, showDialog, toast } from "./dom.
 import { examplesFor, samplePicture } from "./examples.js";
 import { readFile, save } from "./files.js";
 import { bytes } from "./format.js";
-import { bodyOf, counts, EXAMPLE_SCHEMA, FieldError, fieldOf, newSettings } from "./request.js";
+import { bodyOf, counts, EXAMPLE_SCHEMA, EXAMPLE_TOOLS, FieldError, fieldOf, newSettings } from "./request.js";
 import { settingsForm } from "./settings.js";
 import { hideTip } from "./tokens.js";
 
@@ -420,8 +420,8 @@ class Playground {
   }
 
   #fresh() {
-    const settings = conversation.panes.map((each) => each.settings);
-    show(newConversation(settings));
+    const own = ({ tools, ...rest }) => ({ ...rest, tools: tools === EXAMPLE_TOOLS ? "" : tools });
+    show(newConversation(conversation.panes.map((each) => own(each.settings))));
     this.editing = null;
     this.list.close();
     this.drawAll();

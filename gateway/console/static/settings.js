@@ -22,7 +22,7 @@ export function settingsForm(settings, problems, { models, byDefault }, kept) {
     });
     const made = field(label, control);
     if (problem) made.append(problem);
-    made.append(...more);
+    made.append(...more.filter(Boolean));
     return made;
   };
   const input = (name, label, placeholder) => labelled(name, label, h("input", { value: settings[name], placeholder, inputmode: "decimal", spellcheck: "false", autocomplete: "off" }));

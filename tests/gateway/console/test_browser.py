@@ -261,13 +261,10 @@ async def test_no_text_becomes_html(browser: Any, engine: FakeEngine) -> None:
 async def test_none_of_sixty_attacks_in_markdown_runs(browser: Any, engine: FakeEngine) -> None:
     """Nor loads a file, leads elsewhere than to the web, or violates the policy."""
     assert len(set(ATTACKS)) == 60
-    engine.outputs = speaking("\n\n".join(ATTACKS[1::3]))
     async with gateway(engine) as (url, _, _), console(browser, url) as page:
         asked: list[str] = []
         await page.open()
         page.page.on("request", lambda request: asked.append(request.url))
-        await page.send("\n\n".join(ATTACKS[::3]))
-        await page.answered()
         found = await page.page.evaluate(DRAWN, ATTACKS)
         assert set(found["elements"]) <= ELEMENTS
         assert set(found["attributes"]) <= ATTRIBUTES
@@ -277,6 +274,51 @@ async def test_none_of_sixty_attacks_in_markdown_runs(browser: Any, engine: Fake
         assert await page.page.locator("main img, main script, main iframe").count() == 0
         assert [each for each in asked if not each.startswith(url)] == []
         assert page.said == []
+
+
+async def test_a_turn_is_regenerated_edited_and_left_out_if_it_failed(
+    browser: Any, engine: FakeEngine
+) -> None:
+    """Each version stays beside the others; an error of a setting stands at its field."""
+
+    def prompt() -> str:
+        return WORDS.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
+
+    async with gateway(engine) as (url, _, _), console(browser, url) as page:
+        tab = page.page
+        await page.open()
+        await page.send("First")
+        await page.answered()
+        engine.outputs = speaking("Rain.")
+        await tab.click("[aria-label=Regenerate]")
+        await tab.wait_for_selector(".assistant .versions:has-text('2/2')")
+        assert await page.answered() == "Rain."
+        await tab.click("[aria-label='Edit and send again']")
+        await tab.fill(".editing textarea", "Second")
+        await tab.keyboard.press("Enter")
+        await tab.wait_for_selector(".user .versions:has-text('2/2')")
+        assert await page.answered() == "Rain."
+        assert "Second" in prompt()
+        assert "First" not in prompt()
+        await page.send("word " * 3000)
+        await tab.wait_for_selector(".notice.bad:has-text('left out of the next call')")
+        await page.send("Third")
+        await page.answered(3)
+        assert "Rain." in prompt()
+        assert "word" not in prompt()
+        await tab.click("header button:has-text('New chat')")
+        await tab.get_by_label("Answer as").select_option("json_schema")
+        schema = tab.get_by_label("JSON schema")
+        assert '"type": "object"' in await schema.input_value(), "the example is a value"
+        await schema.fill("{no")
+        await page.send("Fourth")
+        await tab.wait_for_selector(".field:has([data-setting=schema]) .error")
+        await tab.fill("[aria-label='Search chats']", "third")
+        await tab.click(".chat-row button:has-text('Second')")
+        await tab.wait_for_selector(".user:has-text('Third')")
+        await tab.reload()
+        await tab.wait_for_selector(".user:has-text('Third')")
+        assert [each for each in page.said if "400" not in each] == []
 
 
 async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(

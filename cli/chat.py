@@ -312,7 +312,10 @@ def _tools_of(path: Path, target: Target) -> list[Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--tools: {path} has no list of tools: {error}") from None
+        raise ConfigError(
+            f"--tools: {path} has no list of tools: {error}",
+            remedy="write a JSON list of tools in OpenAI's form",
+        ) from None
 
 
 def _note(*lines: str) -> None:
@@ -370,7 +373,7 @@ def _read_stdin() -> str:
     try:
         text = sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError:
-        raise ConfigError("standard input is not UTF-8 text") from None
+        raise ConfigError("standard input is not UTF-8 text; convert it") from None
     if not text:
         raise ConfigError("there is nothing on standard input; give a prompt")
     return text

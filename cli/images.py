@@ -24,7 +24,7 @@ def read_image(path: Path) -> bytes:
     try:
         data = path.expanduser().read_bytes()
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+        raise ConfigError(f"can't read {path}: {error.strerror}; give a readable file") from None
     if not data.startswith(tuple(_TYPES)):
         raise ConfigError(f"{path} is no PNG, JPEG, WebP or GIF; give an image")
     return data

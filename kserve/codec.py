@@ -465,7 +465,9 @@ def _read(head: memoryview) -> _Request:
     try:
         read = read_json(head)
     except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}", code="malformed") from None
+        raise RequestError(
+            f"the body is not JSON: {error}", code="malformed", remedy="send a JSON object"
+        ) from None
     try:
         return msgspec.convert(read, _Request)
     except msgspec.ValidationError as error:

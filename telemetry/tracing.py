@@ -88,7 +88,7 @@ class Tracing:
             error: A stable error code.
             own: The context that `begin` or `begin_below` returned for this span, if other spans
                 or processes have its ids.
-            kind: "server" if the span answers a call from outside.
+            kind: See `FinishedSpan`.
         """
         if self._provider is None:
             return
@@ -235,4 +235,6 @@ def _file_exporter(path: str, resource: Resource) -> SpanExporter:
     try:
         return FileExporter(Path(path).expanduser(), resource)
     except OSError as error:
-        raise ConfigError(f"telemetry.trace_file {path}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"telemetry.trace_file {path}: {error.strerror or error}", remedy="name another"
+        ) from None

@@ -114,6 +114,7 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
             where,
             "is not supported here; json, regex, choice, grammar and json_object are",
             code="unsupported",
+            remedy="give one of them",
         )
     kind, own = _STRUCTURED[name]
     found = convert_part(value, kind, where)
@@ -143,7 +144,7 @@ def the_one(found: Mapping[str, Constraint | None]) -> Constraint | None:
 def _check_schema(found: object, param: str, form: str) -> None:
     """Raises FieldError when there is no schema at this interface's place."""
     if not (isinstance(found, dict) and "schema" in found):
-        raise field_error(param, f"has no 'schema'; the form is {form}")
+        raise field_error(param, f"has no 'schema'; the form is {form}; write it so")
 
 
 def _without_schema(

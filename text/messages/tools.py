@@ -116,7 +116,7 @@ def tools_of(given: Iterable[tuple[str, Tool]], schema: str = "parameters") -> t
             )
         if _is_deep(tool.parameters):
             param = f"{where}.{schema}"
-            raise field_error(param, f"is nested more than {_DEEPEST} deep")
+            raise field_error(param, f"is nested more than {_DEEPEST} deep; make it flatter")
         found[tool.name] = tool
     return tuple(found.values())
 

@@ -89,7 +89,11 @@ def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
 
 def _place(ids: Sequence[str], id: str, param: str) -> int:
     if id not in ids:
-        raise field_error(param, f"is {shown(id)}, and there is no such model")
+        raise field_error(
+            param,
+            f"is {shown(id)}, and there is no such model",
+            remedy="list them by GET /v1/models",
+        )
     return ids.index(id)
 
 

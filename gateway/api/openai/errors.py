@@ -50,12 +50,15 @@ def as_openai(error: NanoInferenceError, call: CallName) -> NanoInferenceError:
     """
     if not _known(error.code):
         return error
-    param = getattr(error, "param", None) or _param(error.code, call)
+    param = error.param or _param(error.code, call)
     if param is None:
         return error
-    shown = FieldError(error.message, param=param, code=_CODES.get(error.code, error.code))
-    shown.retry_after_s = getattr(error, "retry_after_s", None)
-    return shown
+    return FieldError(
+        error.message,
+        param=param,
+        code=_CODES.get(error.code, error.code),
+        retry_after_s=error.retry_after_s,
+    )
 
 
 def in_openai_words(endpoint: Endpoint, of: CallName = "completions") -> Endpoint:

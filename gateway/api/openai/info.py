@@ -114,7 +114,7 @@ class ModelInfoCalls:
         if any(not 0 <= token_id <= most for token_id in body.tokens):
             raise field_error(
                 "tokens",
-                f"holds an id that is none; the tokenizer's are 0 to {most}",
+                f"holds an id that is none; the tokenizer's are 0 to {most}; send only those",
                 code="invalid_token_ids",
             )
         text = await self._tokenizer.beside(

@@ -147,6 +147,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             on_version_lag=self.fields.on_version_lag,
             images=images,
             add_special_tokens=self.add_special_tokens and not images,
+            is_chat=self.chat,
         )
 
 
@@ -343,7 +344,9 @@ def _check_fork(call: ChoicesCall, field: str, prompt: object) -> None:
     if prompt:
         raise field_error(field, "is the other request's in a fork; leave it out", code=_FORK)
     if call.truncation is not None:
-        raise field_error("truncate_prompt_tokens", "can't cut a fork's prompt", code=_FORK)
+        raise field_error(
+            "truncate_prompt_tokens", "can't cut a fork's prompt", code=_FORK, remedy="leave it out"
+        )
     for name, is_given in needs_prompt.items():
         if is_given and call.fields.stream:
             wrong = "needs the prompt, which a fork's stream doesn't have; ask without stream"
@@ -381,13 +384,17 @@ def _texts(fields: TextBody) -> dict[str, Any]:
 
 def _named(request_id: str) -> str:
     if len(request_id) > _LONGEST_NAME:
-        raise field_error("request_id", f"is longer than {_LONGEST_NAME} characters")
+        raise field_error(
+            "request_id",
+            f"is longer than {_LONGEST_NAME} characters",
+            remedy="choose a shorter one",
+        )
     return request_id
 
 
 def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> None:
     if fields.stream and prompt_logprobs:
-        raise field_error(param, "are not there in a stream")
+        raise field_error(param, "are not there in a stream; send it without stream")
     options = fields.stream_options
     if options != StreamOptions() and not fields.stream:
         # An answer in one piece has its usage anyway.
@@ -443,7 +450,7 @@ def _text_sampling(
 
 def _check_targets(fields: StreamedBody, sampling: SamplingParams, param: str) -> None:
     if fields.stream and sampling.prompt_logprob_token_ids is not None:
-        raise field_error(param, "are not scored in a stream")
+        raise field_error(param, "are not scored in a stream; send it without stream")
     if fields.stream and sampling.return_routed_experts:
         param = param.replace(_TARGETS, "return_routed_experts")
         raise field_error(param, "has an array in a whole answer; send it without stream")
@@ -473,7 +480,7 @@ def prompts_of(
         raise field_error(
             param,
             ": a number stands among prompts; a list has texts, or lists of token ids, or "
-            "token ids alone",
+            "token ids alone; give one of them",
         )
     return [each if isinstance(each, str) else tuple(each) for each in given]
 

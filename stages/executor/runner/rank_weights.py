@@ -129,7 +129,11 @@ class LeaderGroups(WeightGroups):
 
 
 def _of_rank(error: RankError) -> WeightsError:
-    return WeightsError(f"a rank of the model has failed: {error}", code="weights_interrupted")
+    return WeightsError(
+        f"a rank of the model has failed: {error}",
+        code="weights_interrupted",
+        remedy="send them again when the executor has restarted",
+    )
 
 
 def _raise_first(replies: list[CallReply]) -> None:

@@ -116,6 +116,7 @@ def test_each_library_has_its_licence() -> None:
 
 
 def test_errors_are_those_of_the_documentation() -> None:
-    """`python docs/write_errors.py` writes the file."""
+    """`python docs/write_errors.py` writes the file, and the page."""
     writer = runpy.run_path(str(STATIC.parents[2] / "docs" / "write_errors.py"))
-    assert writer["WRITTEN"].read_text() == writer["text"]()
+    assert writer["CONSOLE"].read_text() == writer["remedies"]()
+    assert writer["PAGE"].read_text() == writer["page"]()

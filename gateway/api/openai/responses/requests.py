@@ -152,6 +152,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
             kv_session=fields.kv_session,
             images=self.images,
             add_special_tokens=not self.images,
+            is_chat=True,
         )
 
     def failed(self, error: NanoInferenceError) -> ResponseRecord:
@@ -190,6 +191,7 @@ def read_response(
                 param,
                 f": {shown(each)} is not there to be included; {LOGPROBS} and {ENCRYPTED} are",
                 code="unsupported",
+                remedy="leave it out",
             )
     logprobs = LOGPROBS in fields.include
     if fields.top_logprobs and not logprobs:
@@ -225,7 +227,7 @@ def read_response(
 def check_metadata(metadata: Sized) -> None:
     """Raises FieldError: There are too many."""
     if len(metadata) > _MOST_METADATA:
-        raise field_error("metadata", f"has more than {_MOST_METADATA} texts")
+        raise field_error("metadata", f"has more than {_MOST_METADATA} texts; leave some out")
 
 
 def _constraint(fields: ResponseBody) -> Constraint | None:

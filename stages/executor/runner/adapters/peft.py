@@ -106,7 +106,7 @@ def check_adapter_id(id: str, model: str) -> None:
     if id == model or not is_adapter_id(id):
         raise AdapterError(
             f"{shown(id)} is no valid id of an adapter: {ADAPTER_ID_RULE}, and not the "
-            "model's name",
+            "model's name; choose another",
             code="invalid_adapter_id",
         )
 
@@ -165,7 +165,9 @@ def adapter_of(
     try:
         checked = _checked(config)
     except msgspec.ValidationError as error:
-        raise AdapterError(f"the adapter's config can't be used: {error}") from None
+        raise AdapterError(
+            f"the adapter's config can't be used: {error}", remedy="save the adapter again"
+        ) from None
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, not a tensor")
@@ -195,7 +197,10 @@ def _read_config(folder: Path) -> _Config:
     try:
         return _checked(msgspec.json.decode(content, type=dict[str, Any]))
     except UNREADABLE as error:
-        raise AdapterError(f"{shown(str(file))} can't be used: {shown(str(error))}") from None
+        raise AdapterError(
+            f"{shown(str(file))} can't be used: {shown(str(error))}",
+            remedy="save the adapter again",
+        ) from None
 
 
 def _checked(fields: Mapping[str, Any]) -> _Config:

@@ -39,7 +39,7 @@ _LOOK_S = 0.2
 _TAIL_BYTES = 1 << 20
 
 Which = Annotated[
-    str | None, argument("[NAME]", "A model, an address, a port or a process, as `ps` shows them.")
+    str | None, argument("NAME", "A model, an address, a port or a process, as `ps` shows them.")
 ]
 
 

@@ -1,7 +1,7 @@
 """The package's errors: a small hierarchy, each with a stable `code`.
 
-A released code never changes: programs match on it. The message is one sentence for people: what is
-wrong and what to change.
+A released code never changes: programs match on it; `error_codes.toml` has all of them. The message
+is one sentence for people: what is wrong, the limit, and what to change.
 """
 
 from __future__ import annotations
@@ -17,17 +17,40 @@ class NanoInferenceError(Exception):
 
     Attributes:
         message: A text that any client may read, also one of a gateway.
+        param: The path of the field that is wrong, such as `messages[0].role`; None if none is.
+        retry_after_s: Seconds after which a retry may succeed; None if none will.
     """
 
     code = "internal_error"
+    retry_after_s: float | None = None
 
-    def __init__(self, message: str, *, code: str | None = None, detail: str = "") -> None:
-        """`detail`: the text of the exception, for commands and logs: the message with addresses
-        or paths that no client of a gateway may read; "" for the message itself."""
-        self.message = cut(message)
+    def __init__(
+        self,
+        what: str,
+        limit: str = "",
+        remedy: str = "",
+        *,
+        code: str = "",
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        detail: str = "",
+    ) -> None:
+        """Join what a person has to read: "top_p is 7; it must be from 0 to 1; leave it out".
+
+        Args:
+            what: What is wrong, with the value that was given.
+            limit: The values that are possible, such as "it must be from 0 to 1".
+            remedy: What to do, as an imperative. Limit and remedy may be parts of `what`;
+                tests/test_errors.py finds a refusal that lacks both.
+            code: A code of `error_codes.toml`, unless that of the class.
+            detail: The text of the exception, for commands and logs: the message with addresses or
+                paths that no client of a gateway may read; "" for the message itself.
+        """
+        self.message = cut("; ".join(filter(None, (what, limit, remedy))))
         super().__init__(cut(detail) if detail else self.message)
-        if code is not None:
-            self.code = code
+        self.code = code or self.code
+        self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class ConfigError(NanoInferenceError):
@@ -44,33 +67,29 @@ class ModelError(NanoInferenceError):
 
 class RequestError(NanoInferenceError):
     """A request is refused: it ends with a terminal error of this code, and nothing else is
-    affected.
-
-    Attributes:
-        retry_after_s: Seconds after which a retry may succeed; None if none will.
-    """
+    affected."""
 
     code = "invalid_request"
-    retry_after_s: float | None = None
 
 
 class FieldError(RequestError):
-    """A field of a request is invalid. `param`: its path, such as `messages[0].role`."""
-
-    retry_after_s: float | None = None
-
-    def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
-        super().__init__(message, code=code)
-        self.param = param
+    """A field of a request is invalid; `param` is its path."""
 
 
-def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
+class ParameterError(FieldError, ValueError):
+    """A sampling parameter is of the wrong type, or outside its range. `param`: its name."""
+
+
+def field_error(
+    param: str, why: str, limit: str = "", remedy: str = "", *, code: str = ""
+) -> FieldError:
     """Return an error whose message begins with the field, by its path in the request.
 
     Args:
         why: The rest of the sentence, such as "is empty"; after a colon, a sentence of its own.
     """
-    return FieldError(f"{param}{'' if why.startswith(':') else ' '}{why}", param=param, code=code)
+    what = f"{param}{'' if why.startswith(':') else ' '}{why}"
+    return FieldError(what, limit, remedy, param=param, code=code)
 
 
 def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:

@@ -32,13 +32,18 @@ from ..config import (
     parse_value,
     shown,
 )
+from ..config.wrong_values import told_of
 from .client import BusClient
+from .digest import Digest, RunDigest, VersionDigests
 from .models import served_names
 
 T = TypeVar("T")
 
 CONFIRM_S = 15.0
 """Time limit for a lane to report changed settings of fairness; it reports every second."""
+
+
+_ANY_AGE_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ def changed(config: FairnessConfig, changes: Sequence[str]) -> FairnessConfig:
         name, equals, value = text.partition("=")
         name, dot, key = name.strip().partition(".")
         if not equals:
-            raise ConfigError(f"a change is name=value, not {text!r:.80}")
+            raise ConfigError(f"a change is name=value, not {text!r:.80}; give it so")
         if name not in known:
             raise ConfigError(f"fairness has no setting {name!r:.80}{nearest(name, known)}")
         if not dot:
@@ -188,7 +193,7 @@ def changed(config: FairnessConfig, changes: Sequence[str]) -> FairnessConfig:
     try:
         return msgspec.convert(tree, FairnessConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {error}") from None
+        raise ConfigError(told_of(error, "fairness", tree)) from None
 
 
 def _of_lane(by_lane: Mapping[str, T], lane: str | None) -> dict[str, T]:
@@ -284,8 +289,8 @@ async def _of(client: BusClient, ids: list[str]) -> list[DeadLetter]:
     by_id = {each.letter_id: each for each in await client.bus.requests.dead_letters()}
     for unknown in [each for each in ids if each not in by_id]:
         raise RequestError(
-            f"there is no dead letter {shown(unknown)}; `nano-inference dlq list` and "
-            "GET /admin/dead_letters list them",
+            f"there is no dead letter {shown(unknown)}; list them by `nano-inference dlq list` or "
+            "GET /admin/dead_letters",
             code="not_found",
         )
     return [by_id[each] for each in ids]
@@ -316,6 +321,51 @@ async def kv_events(
             yield entry
 
 
+async def recorded(client: BusClient, id: str) -> list[Completion]:
+    """Return what is recorded of a request, an entry, a trace, or a call over HTTP."""
+    return await client.recorded(id)
+
+
+async def digest(
+    client: BusClient, ids: Sequence[str] = (), last_s: float | None = None
+) -> RunDigest:
+    """Return the digest of the recorded results.
+
+    Args:
+        client: The client.
+        ids: Only of these requests; `PREFIX*` is all whose ids begin so. Empty: all.
+        last_s: Only of the last seconds; None: all.
+    """
+    found = Digest()
+    await _add_recorded(found, client, ids, last_s)
+    return found.result()
+
+
+async def digests(
+    client: BusClient, ids: Sequence[str] = (), last_s: float | None = None
+) -> dict[int, RunDigest]:
+    """Return the digest of each version of the weights; arguments as for `digest`."""
+    found = VersionDigests()
+    await _add_recorded(found, client, ids, last_s)
+    return found.result()
+
+
+async def _add_recorded(
+    found: Digest | VersionDigests, client: BusClient, ids: Sequence[str], last_s: float | None
+) -> None:
+    async for each in client.bus.results.newest(_ANY_AGE_S if last_s is None else last_s):
+        if is_wanted(each, ids):
+            found.add(each)
+
+
+def is_wanted(completion: Completion, ids: Sequence[str]) -> bool:
+    """Return whether a result is one of the ids, as of `digest`."""
+    id = completion.request_id or completion.entry_id
+    return not ids or any(
+        id.startswith(each[:-1]) if each.endswith("*") else id == each for each in ids
+    )
+
+
 OPERATIONS = {
     "weight_version": Operation(BusClient.weight_version, "read"),
     "update_weights": Operation(update_weights, "weights", changes=True),
@@ -342,7 +392,10 @@ OPERATIONS = {
     "dead_letters": Operation(dead_letters, "admin"),
     "retry_dead_letters": Operation(retry_dead_letters, "admin", changes=True),
     "drop_dead_letters": Operation(drop_dead_letters, "admin", changes=True),
-    # Both have prompts or answers of all tenants.
+    # They have prompts or answers of all tenants, or hashes of them.
+    "recorded": Operation(recorded, "admin"),
+    "digest": Operation(digest, "admin"),
+    "digests": Operation(digests, "admin"),
     "tail": Operation(tail, "admin"),
     "kv_events": Operation(kv_events, "admin"),
 }

@@ -25,8 +25,8 @@ import nano_inference.kserve
 from .programs import Ran, run
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("*.py", "*.c", "*.h", "*.proto", "*.binpb")
-USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "parquet", "ray", "arc")
+KINDS = ("*.py", "error_codes.toml", "*.c", "*.h", "*.proto", "*.binpb")
+USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "batch", "ray", "arc")
 OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from io import BytesIO
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -19,20 +19,24 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse as PlainTextResponse
 from starlette.responses import RedirectResponse as RedirectResponse
 from starlette.responses import Response as Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import StreamingResponse as StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...bus.public import Completion
 from ...config import (
     BusError,
     NanoInferenceError,
     RequestError,
     WeightsError,
     line_safe,
+    nearest,
     shown,
-    told_of,
 )
 from ...config import FieldError as FieldError
 from ...config import field_error as field_error
+from ...config.error_codes import statuses
 from ...config.logger import get_logger
+from ...config.wrong_values import place_of, told_of, values_at
 from ...telemetry import now_ns
 from ..call import CLIENT_LEFT, Account, Call, ClientLeft, never, no_time
 
@@ -46,12 +50,6 @@ MOST_CONTAINERS = 500_000
 _SENT_BYTES = 1 << 18
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-
-# The path of a value in msgspec's messages.
-_PLACE = re.compile(r"`\$\.?([^`]+)`$")
-
-_KEY = "at `key` in `$`"
-"""In its messages about a key of an object."""
 
 # Keys of a scope's state.
 ARRIVED, UNREAD = "arrived_ns", "unread_ns"
@@ -76,27 +74,7 @@ TOO_MANY = 429
 DEFAULT_RETRY_S = 1.0
 """`Retry-After`, if the load doesn't say more."""
 
-_CODES = {
-    400: "unsupported",
-    401: "missing_api_key invalid_api_key",
-    403: "insufficient_scope shared_memory_off forbidden_host forbidden_origin",
-    404: "unknown_key unknown_tenant model_not_found unknown_model adapter_not_found "
-    "adapter_unloaded stream_not_found not_found unknown_response unknown_conversation "
-    "unknown_item unknown_region unknown_request unknown_session",
-    405: "method_not_allowed",
-    408: "request_timeout",
-    409: "response_in_flight model_exists adapter_busy adapter_in_use session_incomplete",
-    413: "request_too_large",
-    415: "unsupported_media_type",
-    422: "idempotency_key_reused",
-    TOO_MANY: "rate_limit_exceeded overloaded stored_calls_full images_full",
-    500: "lane_failed weights_lost out_of_blocks internal_error",
-    503: "policy_unavailable model_not_loaded out_of_memory_budget shutting_down not_ready "
-    "weights_interrupted out_of_memory",
-    504: "weights_timeout expired",
-}
-_STATUS = {code: status for status, codes in _CODES.items() for code in codes.split()}
-
+_STATUS = statuses()
 _KINDS = {401: "authentication_error", 403: "permission_error", TOO_MANY: "rate_limit_error"}
 
 Endpoint = Callable[[Call], Awaitable[Response]]
@@ -141,11 +119,16 @@ class PartsResponse(Response):
 
 
 class EngineError(RequestError):
-    """The engine has refused a request, or failed. `retry_after_s` as in `ErrorInfo`."""
+    """The engine has refused a request, or failed.
 
-    def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message, code=code)
-        self.retry_after_s = retry_after_s
+    Attributes:
+        completion: The request's terminal message; None without one.
+    """
+
+    def __init__(self, what: str, *more: str, completion: Completion | None = None, **given: Any):
+        """`completion`: as the attribute; the rest as of `NanoInferenceError`."""
+        super().__init__(what, *more, **given)
+        self.completion = completion
 
 
 def status_of(error: NanoInferenceError) -> int:
@@ -161,7 +144,7 @@ def error_body(error: NanoInferenceError) -> dict[str, Any]:
     """Return an error in the form of OpenAI and SGLang."""
     status = status_of(error)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    param: str | None = getattr(error, "param", None)
+    param = error.param
     return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
 
 
@@ -173,7 +156,7 @@ def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None
 
 def error_headers(error: NanoInferenceError) -> dict[str, str]:
     """Return the headers of an error, for programs that retry, in any interface."""
-    retry_after_s = getattr(error, "retry_after_s", None)
+    retry_after_s = error.retry_after_s
     if retry_after_s is None and status_of(error) == TOO_MANY:
         retry_after_s = DEFAULT_RETRY_S
     headers = {} if retry_after_s is None else {"Retry-After": str(max(1, round(retry_after_s)))}
@@ -200,9 +183,13 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
         call = call_of(request.scope)
         if isinstance(error, HTTPException):
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-            message = f"{request.method} {shown(request.url.path)}: {error.detail}"
-            if methods := (error.headers or {}).get("Allow"):
-                message += f"; call it by {methods}"
+            path, methods = request.url.path, (error.headers or {}).get("Allow")
+            message = f"{request.method} {shown(path)}: {error.detail}"
+            if methods:
+                message = f"{shown(path)} is not for {request.method}; call it by {methods}"
+            elif code == "not_found":
+                paths = {getattr(route, "path", "") for route in request.app.routes}
+                message = f"there is nothing at {shown(path)}{nearest(path, paths, listed=False)}"
             response = respond(call, RequestError(message, code=code or "http_error"))
             response.status_code = error.status_code
             response.headers.update(error.headers or {})
@@ -245,8 +232,61 @@ def call_of(scope: Scope, receive: Receive | None = None) -> Call:
         identify(call)
     if receive is not None:
         call.fetch = partial(_body_of, call, receive)
+        call.chunks = partial(_chunks_of, call, receive)
         call.cancelled = partial(_left, receive)
     return call
+
+
+class Answered(NamedTuple):
+    """The response to a call of the gateway itself."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def answer_own(app: ASGIApp, call: Call, body: bytes) -> Answered:
+    """Run a call that came over no connection through an application; return its response.
+
+    Args:
+        app: The application, without the layers of a server.
+        call: The call, with its caller. The response is not a stream.
+        body: The call's body.
+    """
+    begun: dict[str, Any] = {}
+    pieces: list[bytes] = []
+    left = anyio.Event()
+
+    async def receive() -> Message:
+        if not begun.setdefault("read", False):
+            begun["read"] = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            begun.update(message)
+        else:
+            pieces.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": call.scheme,
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "root_path": "",
+        "query_string": call.query_string,
+        "headers": [*call.headers],
+        "state": {_CALL: call},
+    }
+    await app(scope, receive, send)
+    headers = {
+        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]
+    }
+    return Answered(begun["status"], headers, b"".join(pieces))
 
 
 def identify(call: Call) -> None:
@@ -275,6 +315,18 @@ async def _body_of(call: Call, receive: Receive, max_bytes: int) -> bytes:
         if body.tell() > max_bytes:
             raise too_large
     return body.getvalue()
+
+
+async def _chunks_of(call: Call, receive: Receive) -> AsyncIterator[bytes]:
+    """Yield the body; see `Call.chunks`."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        yield chunk
+        call.hold(-len(chunk))
 
 
 async def _left(receive: Receive) -> None:
@@ -307,10 +359,14 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except RecursionError:
-        raise RequestError("the body is nested too deeply", code="malformed") from None
+        raise RequestError(
+            "the body is nested too deeply", code="malformed", remedy="send it flatter"
+        ) from None
     # Errors of msgspec, of text and of numbers are ValueErrors.
     except (ValueError, OverflowError) as error:
-        raise RequestError(f"the body is not a JSON object: {error}", code="malformed") from None
+        raise RequestError(
+            f"the body is not a JSON object: {error}", code="malformed", remedy="send one"
+        ) from None
     finally:
         if collects:
             gc.enable()
@@ -336,7 +392,7 @@ def _containers(body: bytes) -> int:
     return body.count(b"[") + body.count(b"{")
 
 
-def convert(found: Any, kind: type[T], what: str = "the body") -> T:
+def convert(found: Any, kind: type[T], what: str = "") -> T:
     """Convert a value to a struct or another type.
 
     Raises:
@@ -345,15 +401,11 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
     try:
         return msgspec.convert(found, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        param = place[1] if place else None
-        message = told_of(error)
-        if isinstance(found, dict) and message.startswith("Expected `int`") and _KEY in message:
-            # msgspec names no key; JSON's keys are texts.
-            keys = [key for key in found if not str(key).removeprefix("-").isdecimal()]
-            if keys:
-                message = f"the key {shown(keys[0])} has to be a whole number"
-        raise FieldError(f"{what}: {message}", param=param) from None
+        place = place_of(error)
+        values = ", ".join(map(repr, values_at(kind, place)))
+        raise FieldError(
+            told_of(error, what, found, values), param=place.removesuffix("[...]") or None
+        ) from None
 
 
 @asynccontextmanager

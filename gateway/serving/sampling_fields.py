@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from ...config import Int64, SamplingParams
 from ...config.sampling import TYPES, names_in
-from .constraints import of_structured_outputs
-from .fields import Body, RefusedField, convert_part, read_part
+from .constraints import of_structured_outputs, the_one
+from .fields import Body, RefusedField, convert_part, note_field, read_part
 
 VLLM, SGLANG, ANTHROPIC = names_in("vllm"), names_in("sglang"), names_in("anthropic")
 """The parameters of an interface: its names, each with that of `SamplingParams`."""
@@ -35,6 +36,7 @@ _OF_CHOICES = ("return_sampling_mask", "prompt_sampling_masks")
 RESPONSE_SAMPLING = {name: own for name, own in TEXT_SAMPLING.items() if own not in _OF_CHOICES}
 """Those of them that responses have."""
 
+_DEFAULTS = SamplingParams()
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
 _BODY_TYPES = {**TYPES, "stop": str | list[str]}
@@ -88,7 +90,8 @@ def read_sampling_params(
         FieldError: A parameter is unknown, unsupported, or of the wrong type.
     """
     fields = read_part(given, SamplingBody, where)
-    constraint = of_structured_outputs(fields.structured_outputs, f"{where}.structured_outputs")
+    path = f"{where}.structured_outputs"
+    constraint = the_one({path: of_structured_outputs(fields.structured_outputs, path)})
     sampling = read_sampling(given, VLLM, where, max_tokens=max_tokens, constraint=constraint)
     return fields, sampling
 
@@ -110,8 +113,9 @@ def read_sampling(
         value = given.get(name)
         if value is not None:
             path = f"{where}.{name}" if where else name
+            note_field(own, path)
             others[own] = _adjusted(own, convert_part(value, _BODY_TYPES[own], path))
-    return SamplingParams(**others)
+    return replace(_DEFAULTS, **others)
 
 
 def _adjusted(parameter: str, value: Any) -> Any:

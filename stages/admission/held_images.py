@@ -170,9 +170,8 @@ class HeldImages:
 
 
 def _full(reason: str) -> RequestError:
-    error = RequestError(f"{reason}; try again in {FULL_RETRY_S:g} s", code="images_full")
-    error.retry_after_s = FULL_RETRY_S
-    return error
+    remedy = f"try again in {FULL_RETRY_S:g} s"
+    return RequestError(reason, remedy=remedy, code="images_full", retry_after_s=FULL_RETRY_S)
 
 
 def _refusal(error: BusError) -> RequestError:

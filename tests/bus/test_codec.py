@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nano_inference.bus import Malformed, codec
 from nano_inference.bus.codec import decode_output
@@ -103,7 +104,8 @@ def test_a_schema_s_integers_beyond_64_bits_are_carried(
 ) -> None:
     schema = {"type": "integer", "maximum": 10**30}
     given = {"constraint": {"json_schema": schema}, "logit_bias": bias}
-    sampling = SamplingParams(constraint=Constraint(json_schema=schema), logit_bias=bias)
+    constraint = Constraint(json_schema=schema)
+    sampling = replace(SamplingParams(), constraint=constraint, logit_bias=bias)
     request: Any = GenerateRequest(prompt="x", sampling=sampling)
     if not as_struct:
         request = {"prompt": "x", "sampling": given}
@@ -118,7 +120,8 @@ def test_a_schema_s_integers_beyond_64_bits_are_carried(
 
 
 def test_a_bias_that_json_can_not_say_goes_as_msgpack() -> None:
-    request = GenerateRequest(prompt="x", sampling=SamplingParams(logit_bias={3: math.nan}))
+    sampling = replace(SamplingParams(), logit_bias={3: math.nan})
+    request = GenerateRequest(prompt="x", sampling=sampling)
     field, body = codec.encode_request(request)
     assert field == "msgpack"
     decoded = codec.decode_request(body, "msgpack", LIMIT)
@@ -146,7 +149,7 @@ def test_nearly_right_requests_never_raise(nearly: dict[str, Any]) -> None:
 def test_requests_survive_the_wire(
     prompt: str, n: int, temperature: float, ids: frozenset[int]
 ) -> None:
-    sampling = SamplingParams(temperature=temperature, stop_token_ids=ids)
+    sampling = replace(SamplingParams(), temperature=temperature, stop_token_ids=ids)
     request = GenerateRequest(prompt=prompt, n=n, sampling=sampling)
     field, body = codec.encode_request(request)
     assert field == ("json" if math.isfinite(temperature) else "msgpack")

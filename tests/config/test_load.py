@@ -247,3 +247,12 @@ def test_a_path_and_a_list_are_taken_from_python(tmp_path: Path) -> None:
     given: dict[str, Any] = {"model_path": tmp_path, "draft_sources": ["ngram"]}
     config = EngineConfig(**given)
     assert (config.model_path, config.draft_sources) == (str(tmp_path), ("ngram",))
+
+
+def test_a_list_may_be_plain_words() -> None:
+    for text in ("a, b", "[a, b]"):
+        assert loaded(GATEWAY__MODELS=text).gateway.models == ("a", "b")
+    config = loaded(GATEWAY__MODELS="mine", IMAGES__URL_PORTS="80,8443")
+    assert (config.gateway.models, config.images.url_ports) == (("mine",), (80, 8443))
+    with pytest.raises(ConfigError, match=r"gateway.models"):
+        loaded(GATEWAY__MODELS="12")

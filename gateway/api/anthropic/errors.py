@@ -43,7 +43,7 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
     """Return an error, as a body or an event, with our code and param in addition."""
     status = _status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    param: str | None = getattr(error, "param", None)
+    param = error.param
     message = error.message
     if error.code == "prompt_too_long":
         message = f"{_TOO_LONG}: {message}"

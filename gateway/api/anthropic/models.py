@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import Meta
-
-from ....config import shown
 from ...call import Call
 from ...caller import Caller
-from ...server.http import FieldError, JsonResponse, Response, convert, field_error
+from ...server.http import JsonResponse, Response
 from ..routes import PolicyRoute, RouteFor
 from .errors import MODELS, has_version, named
+from .pages import paged
 from .requests import check_version
 
 Card = dict[str, Any]
 """A model's card in OpenAI's form, with `id`, `created` and `max_model_len`."""
-
-
-class _Page(msgspec.Struct, frozen=True):
-    """The page of a query; Anthropic's default and limit."""
-
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 20
-    after_id: str = ""
-    before_id: str = ""
 
 
 def model_routes(
@@ -41,8 +30,8 @@ def model_routes(
 
     async def listed(call: Call) -> Response:
         check_version(call)
-        page = _read_page(call)
-        return named(call, JsonResponse(_listed(await cards(call.caller), page)))
+        page = paged([_told(each) for each in await cards(call.caller)], call)
+        return named(call, JsonResponse(page))
 
     async def model(call: Call) -> Response:
         check_version(call)
@@ -54,13 +43,14 @@ def model_routes(
     ]
 
 
+<<<<<<< HEAD
 def _read_page(call: Call) -> _Page:
     """Raises FieldError."""
     given: dict[str, Any] = dict(call.query)
     limit = given.get("limit", "")
     if limit.isascii() and limit.isdecimal() and len(limit) < 9:
         given["limit"] = int(limit)
-    return convert(given, _Page, "the query")
+    return convert(given, _Page)
 
 
 def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
@@ -89,10 +79,16 @@ def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
 
 def _place(ids: Sequence[str], id: str, param: str) -> int:
     if id not in ids:
-        raise field_error(param, f"is {shown(id)}, and there is no such model")
+        raise field_error(
+            param,
+            f"is {shown(id)}, and there is no such model",
+            remedy="list them by GET /v1/models",
+        )
     return ids.index(id)
 
 
+=======
+>>>>>>> batches
 def _told(card: Card) -> dict[str, Any]:
     created = datetime.fromtimestamp(card["created"], UTC)
     return {

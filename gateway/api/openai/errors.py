@@ -50,12 +50,16 @@ def as_openai(error: NanoInferenceError, call: CallName) -> NanoInferenceError:
     """
     if not _known(error.code):
         return error
-    param = getattr(error, "param", None) or _param(error.code, call)
+    param = error.param or _param(error.code, call)
     if param is None:
         return error
-    shown = FieldError(error.message, param=param, code=_CODES.get(error.code, error.code))
-    shown.retry_after_s = getattr(error, "retry_after_s", None)
-    return shown
+    own, rest = error.code.removeprefix("invalid_"), error.message
+    return FieldError(
+        f"{param}{rest.removeprefix(own)}" if rest.startswith(f"{own} ") else rest,
+        param=param,
+        code=_CODES.get(error.code, error.code),
+        retry_after_s=error.retry_after_s,
+    )
 
 
 def in_openai_words(endpoint: Endpoint, of: CallName = "completions") -> Endpoint:

@@ -39,7 +39,7 @@ def respond(call: Call, error: NanoInferenceError) -> Response:
     content = {
         "message": error.message,
         "type": _TYPES.get(status) or HTTPStatus(status).phrase,
-        "param": getattr(error, "param", None),
+        "param": error.param,
         "code": status,
     }
     return JsonResponse(

@@ -104,7 +104,7 @@ class ResponseEvents:
             "sequence_number": max(self.after, self._number - 1, 0),
             "code": shown.code,
             "message": shown.message,
-            "param": getattr(shown, "param", None),
+            "param": shown.param,
             # Open Responses has it nested, OpenAI does not.
             **error_body(shown),
         }

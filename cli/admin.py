@@ -388,7 +388,9 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         value = yaml.safe_load(read_input(file))
     except yaml.YAMLError:
-        raise ConfigError(f"{file} is neither YAML nor JSON in UTF-8") from None
+        raise ConfigError(
+            f"{file} is neither YAML nor JSON in UTF-8", remedy="write it as one of the two"
+        ) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must hold 'literals' and 'patterns', each a list")
     return value

@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 _CONNECT_S = 10.0
 _DONE = "[DONE]"
+_REFUSALS = range(400, 600)
 _PARAMETER = re.compile(r"\{.*?\}")
 
 _OUTPUTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
@@ -337,6 +338,7 @@ class ServerClient:
             raise RequestError(
                 f"{self.url} is not such a server; it answers {cut(ascii(body[:400]))}",
                 code="malformed_output",
+                remedy="give the URL of a server of nano-inference",
             ) from None
 
     # --- requests -------------------------------------------------------------------------------
@@ -364,11 +366,19 @@ class ServerClient:
                     if part.text or part.reasoning:
                         yield part
                     if choice.finish_reason == "abort":
-                        raise RequestError("the request was cancelled elsewhere", code="aborted")
+                        raise RequestError(
+                            "the request was cancelled elsewhere",
+                            code="aborted",
+                            remedy="send it again",
+                        )
         if calls:
             yield AnswerPart(calls=tuple(call for _, call in sorted(calls.items())))
         if not done:
-            raise RequestError(f"{self.url} ended before its answer did", code="connection_lost")
+            raise RequestError(
+                f"{self.url} ended before its answer did",
+                code="connection_lost",
+                remedy="send it again",
+            )
 
     async def outputs(
         self, path: str, body: dict[str, Any], headers: dict[str, str]
@@ -376,7 +386,15 @@ class ServerClient:
         """Yield the outputs of a request, which the last one ends. Raises RequestError: it failed,
         or the connection was lost."""
         done = False
-        async with self._answer("POST", self.url + path, body, headers) as response:
+        accepted = () if body.get("stream", True) else _REFUSALS
+        async with self._answer("POST", self.url + path, body, headers, accepted) as response:
+            if accepted:
+                content = await response.aread()
+                try:
+                    yield decode_output(content)
+                except ValueError:
+                    raise _refusal(response.status_code, content) from None
+                return
             async for event in httpx2.EventSource(response):
                 try:
                     output = decode_output(event.data.encode())
@@ -505,11 +523,17 @@ class ServerClient:
         """
         status, body = await self._get("/status")
         if status == 404:
-            raise ConfigError(f"{self.root} has no /status; only nano-inference's servers have")
+            raise ConfigError(
+                f"{self.root} has no /status; only nano-inference's servers have",
+                remedy="give the URL of one",
+            )
         try:
             found = msgspec.json.decode(body, type=PipelineStatus)
         except ValueError:
-            raise ConfigError(f"{self.root}/status is not an answer of nano-inference") from None
+            raise ConfigError(
+                f"{self.root}/status is not an answer of nano-inference",
+                remedy="give the URL of nano-inference",
+            ) from None
         found = replace(found, url=self.root)
         return found if model is None else of_one_model(found, model)
 
@@ -524,7 +548,7 @@ class ServerClient:
         # KServe's probe of a model says no with 400.
         status, body = await self._get(path, refused=(400, 503))
         if status == 404:
-            raise ConfigError(f"{self.root} has no {path}")
+            raise ConfigError(f"{self.root} has no {path}; give that of nano-inference")
         if status == 200:
             return ""
         try:

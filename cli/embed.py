@@ -115,7 +115,7 @@ def score(
     """
     given = list(_read(file))
     if not given:
-        raise ConfigError(f"{file} holds nothing to score")
+        raise ConfigError(f"{file} holds nothing to score; write one JSON object to a line")
     params = [
         SamplingParams(temperature=temperature if each.temperature is None else each.temperature)
         for _, _, each in given

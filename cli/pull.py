@@ -72,14 +72,14 @@ def pull(
     found = source_of(source, sha256, unverified=unverified)
     target = (to or MODELS / found.name).expanduser().resolve()
     if not target.name:
-        raise ConfigError(f"--to is {target}, which can't be replaced")
+        raise ConfigError(f"--to is {target}, which can't be replaced; name a folder within it")
     try:
         _check_apart(found, target)
         with partial_folder(target, "pull") as partial:
             _check_replaced(target, force=force)
             _put(_fetched(found, partial / found.key), target, partial)
     except OSError as error:
-        raise ConfigError(f"{target} can't be written: {error}") from None
+        raise ConfigError(f"{target} can't be written: {error}; give another --to") from None
     check = check_folder(str(target))
     if check.state != "ok":
         complain(f"it may not be a model: {check.found}")
@@ -117,7 +117,10 @@ def _check_apart(source: Source, target: Path) -> None:
     """Raises ConfigError: a folder would be copied into itself or over itself."""
     place = Path(source.place)
     if source.kind == "folder" and (target.is_relative_to(place) or place.is_relative_to(target)):
-        raise ConfigError(f"{place} and {target} are one folder, or one is within the other")
+        raise ConfigError(
+            f"{place} and {target} are one folder, or one is within the other",
+            remedy="give another --to",
+        )
 
 
 def _check_replaced(target: Path, *, force: bool) -> None:
@@ -130,7 +133,10 @@ def _check_replaced(target: Path, *, force: bool) -> None:
         raise ConfigError(f"{target} is there already; give --force to replace it, or --to")
     if not (target / "config.json").exists() and any(path.is_dir() for path in target.iterdir()):
         # Probably meant as the parent of a model's folder.
-        raise ConfigError(f"{target} holds folders and is no model's, so it is not replaced")
+        raise ConfigError(
+            f"{target} holds folders and is no model's, so it is not replaced",
+            remedy="give a new folder within it as --to",
+        )
 
 
 def _fetched(source: Source, folder: Path) -> Path:
@@ -178,7 +184,7 @@ def partial_folder(target: Path, command: str) -> Iterator[Path]:
             f"{folder} is a link, or another user's; remove it, or give another folder"
         )
     if (lock := own(folder)) is None:
-        raise ConfigError(f"another {command} to {target} is in progress")
+        raise ConfigError(f"another {command} to {target} is in progress; wait for its end")
     try:
         yield folder
     finally:
@@ -230,7 +236,7 @@ def source_of(text: str, sha256: str | None, *, unverified: bool) -> Source:
     if "://" in text:
         return _url(text, sha256, unverified=unverified)
     if sha256 is not None:
-        raise ConfigError("--sha256 is for URLs")
+        raise ConfigError("--sha256 is for URLs; leave it out")
     folder = Path(text).expanduser()
     if text and folder.is_dir():
         found = folder.resolve()
@@ -241,7 +247,7 @@ def source_of(text: str, sha256: str | None, *, unverified: bool) -> Source:
     if named is None or folder.is_absolute() or text.startswith("."):
         raise ConfigError(
             f"{shown(text)} is no folder, no GGUF file, no http(s) URL and no name on the hub "
-            "(org/name)"
+            "(org/name); give one of these"
         )
     return Source("hub", named[1], named[1].replace("/", "--"), revision=named[2] or "")
 
@@ -249,7 +255,7 @@ def source_of(text: str, sha256: str | None, *, unverified: bool) -> Source:
 def _url(text: str, sha256: str | None, *, unverified: bool) -> Source:
     url, _, fragment = text.partition("#")
     if (parts := web_address(url)) is None:
-        raise ConfigError(f"{shown(text)} is no http(s) URL")
+        raise ConfigError(f"{shown(text)} is no http(s) URL; begin it with https://")
     check = sha256 or fragment.removeprefix("sha256=")
     if check and not _SHA256.fullmatch(check):
         raise ConfigError(f"the SHA-256 is {shown(check)}; it has 64 hexadecimal digits")
@@ -283,7 +289,9 @@ def fetch(source: Source, folder: Path, progress: Progress) -> None:
             case "hub":
                 _get_from_hub(source, folder)
     except OSError as error:
-        raise ModelError(f"{source.shown} can't be put into {folder.parent}: {error}") from None
+        raise ModelError(
+            f"{source.shown} can't be put into {folder.parent}: {error}", remedy="give another --to"
+        ) from None
 
 
 def _copy(place: Path, folder: Path, progress: Progress) -> None:
@@ -339,7 +347,10 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
 
     def check_hop(request: httpx2.Request) -> None:
         if urlsplit(url).scheme == "https" and request.url.scheme != "https":
-            raise ModelError(f"{source.shown} leads to {request.url.host}, unencrypted")
+            raise ModelError(
+                f"{source.shown} leads to {request.url.host}, unencrypted",
+                remedy="give its address with https://",
+            )
 
     hooks: dict[str, list[Callable[..., None]]] = {"request": [check_hop]}
     with (
@@ -353,7 +364,10 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
         continued = response.status_code == httpx2.codes.PARTIAL_CONTENT
         if not continued:
             if not response.is_success:
-                raise ModelError(f"{source.shown} answers with status {response.status_code}")
+                raise ModelError(
+                    f"{source.shown} answers with status {response.status_code}",
+                    remedy="open it in a browser to see why, or give another URL",
+                )
             had = 0
             part.unlink(missing_ok=True)
             tag_file.write_text(_tag(response))
@@ -362,7 +376,8 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
         progress.update(task, total=total, completed=had)
         if (needed := int(length or 0)) > (free := shutil.disk_usage(part.parent).free):
             raise ModelError(
-                f"{source.shown} has {needed} bytes, and {free} are free in {part.parent}"
+                f"{source.shown} has {needed} bytes, and {free} are free in {part.parent}",
+                remedy="make room, or give another --to",
             )
         with part.open("ab" if continued else "wb") as out:
             for piece in response.iter_raw():
@@ -395,6 +410,6 @@ def _get_from_hub(source: Source, folder: Path) -> None:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{source.place} can't be fetched from {constants.ENDPOINT}: {first_line:.300}; "
-            "HF_ENDPOINT names another hub, and HF_TOKEN a key for it"
+            "set HF_ENDPOINT for another hub, or HF_TOKEN for a key"
         ) from None
     shutil.rmtree(folder / ".cache", ignore_errors=True)

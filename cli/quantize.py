@@ -84,7 +84,7 @@ def quantize(
         with partial_folder(target, "quantize") as partial:
             layers = _write(plan, target, partial)
     except OSError as error:
-        raise ConfigError(f"{target} can't be written: {error}") from None
+        raise ConfigError(f"{target} can't be written: {error}; give another TARGET") from None
     if as_json:
         print_json(_as_json(plan, target, layers))
     else:

@@ -317,7 +317,11 @@ def digest(
         result = run_operation(options, operation, {"ids": ids, "last_s": last})
     if not (result if isinstance(result, dict) else result.results):
         wanted = f" of {', '.join(map(shown, ids))}" if ids else ""
-        raise RequestError(f"there are no results{wanted}", code="unknown_request")
+        raise RequestError(
+            f"there are no results{wanted}",
+            code="unknown_request",
+            remedy="give the ids of requests that are recorded",
+        )
     if as_json:
         print_json(result)
     elif isinstance(result, dict):

@@ -188,7 +188,9 @@ def text_or_file(option: str, value: str) -> str:
     try:
         return Path(value[1:]).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option}: can't read {value[1:]}: {error}") from None
+        raise ConfigError(
+            f"{option}: can't read {value[1:]}: {error}", remedy="give a readable file"
+        ) from None
 
 
 def _texts(value: str) -> list[str]:
@@ -270,7 +272,7 @@ def read_file(path: Path, reader: LineReader) -> list[Submission]:
     """
     submissions = [found for line in read_input(path).split(b"\n") if (found := reader.read(line))]
     if not submissions:
-        raise ConfigError(f"{path} holds no requests")
+        raise ConfigError(f"{path} holds no requests; write one JSON object to a line")
     return submissions
 
 

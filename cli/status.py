@@ -336,7 +336,10 @@ def health(
         raise ConfigError("--progress is for all stages of a host; leave the other options out")
     if isinstance(server := target_of(options), ServerAddress):
         if stage or host:
-            raise ConfigError("--stage and --host are for a bus; a server answers for all stages")
+            raise ConfigError(
+                "--stage and --host are for a bus; a server answers for all stages",
+                remedy="leave them out",
+            )
         _check_server(server, options.served, role, live=live, progress=progress)
         return
     for name in stage or ():

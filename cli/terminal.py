@@ -207,7 +207,7 @@ def read_input(file: Path) -> bytes:
     try:
         return sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"can't read {file}: {error.strerror}") from None
+        raise ConfigError(f"can't read {file}: {error.strerror}; give a readable file") from None
 
 
 def table(

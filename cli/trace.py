@@ -78,7 +78,9 @@ def _write(target: Path, content: bytes) -> None:
     try:
         target.write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{target} can't be written: {error.strerror or error}") from None
+        raise ConfigError(
+            f"{target} can't be written: {error.strerror or error}", remedy="name another"
+        ) from None
     stderr().print(f"wrote {target}")
 
 

@@ -41,7 +41,6 @@ from .quoting import cut_middle as cut_middle
 from .quoting import field_name as field_name
 from .quoting import line_safe as line_safe
 from .quoting import shown as shown
-from .quoting import told_of as told_of
 from .ray import RayConfig as RayConfig
 from .redact import REDIS_SCHEMES as REDIS_SCHEMES
 from .redact import redact as redact
@@ -55,7 +54,9 @@ from .sampling import MAX_INT64 as MAX_INT64
 from .sampling import Constraint as Constraint
 from .sampling import Int64 as Int64
 from .sampling import SamplingParams as SamplingParams
+from .settings import BACKGROUND as BACKGROUND
 from .settings import DEFAULT_URL as DEFAULT_URL
+from .settings import MAX_PRIORITY as MAX_PRIORITY
 from .settings import MOST_SHARDS as MOST_SHARDS
 from .settings import STAGES as STAGES
 from .settings import AdmissionConfig as AdmissionConfig

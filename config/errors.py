@@ -22,6 +22,7 @@ class NanoInferenceError(Exception):
     """
 
     code = "internal_error"
+    retry_after_s: float | None = None
 
     def __init__(
         self,
@@ -73,6 +74,10 @@ class RequestError(NanoInferenceError):
 
 class FieldError(RequestError):
     """A field of a request is invalid; `param` is its path."""
+
+
+class ParameterError(FieldError, ValueError):
+    """A sampling parameter is of the wrong type, or outside its range. `param`: its name."""
 
 
 def field_error(

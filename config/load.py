@@ -31,6 +31,8 @@ API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
 
 _IN_FILE = "_file"
 
+_MOST_LISTED = 30
+
 _NEAR = 0.6
 """Lowest similarity of a suggested name, which is difflib's default. Below it the list of names
 helps more.
@@ -78,7 +80,12 @@ def load_config(
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {error}") from None
+        from .wrong_values import place_of, told_of, values_at
+
+        # A text may be a secret.
+        given = None if "`str" in str(error) else tree
+        values = ", ".join(map(repr, values_at(Config, place_of(error))))
+        raise ConfigError(told_of(error, found=given, values=values)) from None
 
 
 def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
@@ -151,14 +158,19 @@ def text_in(file: Path, *, source: str) -> str:
             found = opened.read(MOST_VALUE_BYTES + 1)
         text = found.decode()
     except OSError as error:
-        raise ConfigError(f"{source}: can't read {file}: {error.strerror}") from None
+        raise ConfigError(
+            f"{source}: can't read {file}: {error.strerror}", remedy="make it readable"
+        ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{source}: {file} is not text in UTF-8") from None
+        raise ConfigError(f"{source}: {file} is not text in UTF-8; convert it") from None
     if len(found) > MOST_VALUE_BYTES:
-        raise ConfigError(f"{source}: {file} is larger than {MOST_VALUE_BYTES} bytes")
+        raise ConfigError(
+            f"{source}: {file} is larger than {MOST_VALUE_BYTES} bytes",
+            remedy="keep one value in it",
+        )
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise ConfigError(f"{source}: {file} is empty")
+        raise ConfigError(f"{source}: {file} is empty; write the value into it")
     return text
 
 
@@ -174,7 +186,7 @@ def _merge_file(tree: Tree, path: Path) -> None:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+        raise ConfigError(f"can't read {path}: {error.strerror}; give a readable file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         first_line = str(error).splitlines()[0]
         raise ConfigError(f"{path} is not valid YAML: {first_line}") from None
@@ -203,7 +215,10 @@ def _listed(value: Any, *, source: str) -> list[Any]:
 def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
     section, _, name = dotted.partition(".")
     if section == MODELS:
-        raise ConfigError(f"{source}: models are a list, which a file or {_MODELS_VARIABLE} gives")
+        raise ConfigError(
+            f"{source}: models are a list, which a file or {_MODELS_VARIABLE} gives",
+            remedy="write them there",
+        )
     if section not in _SECTIONS:
         raise ConfigError(
             f"{source}: no section {section!r}{nearest(section, [*_SECTIONS, MODELS])}"
@@ -221,8 +236,8 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str], *, listed: bool = True) -> str:
-    """Return the end of a sentence about an unknown name: the nearest known name, or, if `listed`,
-    all of them.
+    """Return the end of a sentence about an unknown name: the nearest known name, or, if `listed`
+    and few, all of them.
 
     Empty if none are known. Only short names are compared, since that takes quadratic time.
     """
@@ -231,4 +246,4 @@ def nearest(name: str, known: Iterable[str], *, listed: bool = True) -> str:
     matches = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR) if short else []
     if matches:
         return f"; did you mean {matches[0]!r}?"
-    return f"; known: {', '.join(names)}" if names and listed else ""
+    return f"; known: {', '.join(names)}" if listed and 0 < len(names) <= _MOST_LISTED else ""

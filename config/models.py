@@ -61,7 +61,8 @@ class ModelConfig(Section, frozen=True, forbid_unknown_fields=True, omit_default
                 )
             if name in _SAID_BY_FIELDS:
                 raise ConfigError(
-                    f"models: {self.id!r} sets {name!r}, which its id, path and aliases say"
+                    f"models: {self.id!r} sets {name!r}, which its id, path and aliases say",
+                    remedy="leave it out",
                 )
             if name in _SECRET:
                 raise ConfigError(

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import msgspec
 
 from .base import FrozenDict, Range, Settings
-from .errors import FieldError
-from .quoting import is_unicode, shown
+from .errors import ParameterError
+from .quoting import shown
 
 MAX_INT64 = 2**63 - 1
 
@@ -24,10 +24,6 @@ MAX_LOGPROBS = 100
 MAX_PROMPT_LOGPROBS = 100
 MAX_PROMPT_TARGETS = 1024
 """Most targets at a position of a prompt."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 1024
-MAX_LOGIT_BIAS = 100
-MAX_BIASED_TOKENS = 1024
 
 
 class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -69,10 +65,6 @@ class Parameter(NamedTuple):
 
 _ANY_PENALTY = Range("from -2 to 2; 0 is off", -2, 2)
 _NO_BIAS: FrozenDict[int, float] = FrozenDict()
-
-
-class ParameterError(FieldError, ValueError):
-    """A sampling parameter is of the wrong type, or outside its range. `param`: its name."""
 
 
 class _CheckedWhenCalled(msgspec.StructMeta):
@@ -417,10 +409,11 @@ def check_ranges(params: SamplingParams) -> None:
         value, allowed = getattr(params, name), RANGES[name]
         if value is not None and not allowed.holds(value):
             raise outside(name, value, allowed.wanted)
-    if params.stop:
-        _check_stop(params.stop)
-    if params.logit_bias:
-        _check_logit_bias(params.logit_bias)
+    if params.stop or params.logit_bias:
+        from .sampling_checks import check_logit_bias, check_stop
+
+        check_stop(params.stop)
+        check_logit_bias(params.logit_bias)
     if not 0 <= params.min_tokens <= params.max_tokens:
         wanted = f"from 0 to max_tokens ({shown(params.max_tokens)})"
         raise outside("min_tokens", params.min_tokens, wanted)
@@ -437,39 +430,6 @@ def outside(name: str, value: object, wanted: str) -> ParameterError:
     """Return the error for a number outside its range."""
     message = f"{name} is {shown(value)}; it must be {wanted}"
     return ParameterError(message, param=name, code=f"invalid_{name}")
-
-
-def _check_logit_bias(logit_bias: Mapping[int, float]) -> None:
-    wrong = ""
-    if len(logit_bias) > MAX_BIASED_TOKENS:
-        wrong = f"it holds {len(logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are taken"
-    for token_id, bias in () if wrong else logit_bias.items():
-        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            wrong = (
-                f"the bias of token {shown(token_id)} is {shown(bias)}; it must be from "
-                f"{-MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
-            )
-            break
-    if wrong:
-        raise _unusable("logit_bias", wrong)
-
-
-def _check_stop(stop: tuple[str, ...]) -> None:
-    wrong = ""
-    if len(stop) > MAX_STOP_STRINGS:
-        wrong = f"it holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are taken"
-    elif not all(stop):
-        wrong = "it holds an empty string, which would stop at once; leave that out"
-    elif not all(map(is_unicode, stop)):
-        wrong = "it holds a lone surrogate, which no text of the model's can match"
-    elif any(len(string.encode()) > MAX_STOP_BYTES for string in stop):
-        wrong = f"a string in it is longer than {MAX_STOP_BYTES} bytes"
-    if wrong:
-        raise _unusable("stop", wrong)
-
-
-def _unusable(name: str, why: str) -> ParameterError:
-    return ParameterError(f"{name} can't be used: {why}", param=name, code=f"invalid_{name}")
 
 
 def names_in(interface: Literal["vllm", "sglang", "anthropic"]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -17,7 +17,7 @@ from .images import ImagesConfig
 from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
 from .ray import RayConfig
-from .redact import REDIS_SCHEMES
+from .redact import REDIS_SCHEMES, redact
 
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 
@@ -103,12 +103,18 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     trees_max_bytes: NonNegativeInt = 0
     trees_ttl_s: PositiveInt = 86_400
 
+    def _shown(self, name: str) -> Any:
+        return redact(self.url) if name == "url" else super()._shown(name)
+
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
             # Without the value, which may be a password in the wrong place.
+            scheme, is_url, _ = self.url.partition("://")
             raise ConfigError(
-                "bus.url has another scheme, or none; it must be 'memory' or a URL that starts "
-                "with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+                f"bus.url has {f'the scheme {scheme!r:.40}' if is_url else 'no scheme'}",
+                "it must be 'memory' or a URL that starts with redis://, rediss://, unix://, "
+                "redis+sentinel:// or redis+cluster://",
+                "write redis://HOST:PORT",
             )
         self.require(
             "prefix",
@@ -167,6 +173,13 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
     recipes: bool = True
 
 
+MAX_PRIORITY = 1000
+"""The highest priority of a request; the lowest is as far below 0."""
+
+BACKGROUND = -MAX_PRIORITY
+"""The priority of lines of batches, which run while nothing else does."""
+
+
 class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Scheduling between requests and tenants. docs/fairness.md has the rule and its guarantees.
 
@@ -190,6 +203,8 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
             runs.
         tenant_timeslice_tokens: Generated tokens per paused sequence, when a request of another
             tenant goes first and finds no room; 0 is off.
+        background_beside: Sequences of the lowest priority, -1000, that may run beside others. The
+            rest of them run only while nothing else waits or runs; they never age.
         exchange_interval_s: Seconds after which lanes of one model send each other what they have
             served to each tenant, so that shares hold over all of them; 0 is off.
     """
@@ -208,6 +223,7 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
     deadline_order: bool = False
     expire_hopeless: bool = True
     tenant_timeslice_tokens: NonNegativeInt = 64
+    background_beside: NonNegativeInt = 0
     exchange_interval_s: Annotated[
         float, Range("from 0.05 to 3600, or 0 (off)", 0.05, 3600, also=0)
     ] = 0.0
@@ -393,12 +409,17 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
             section, _, name = dotted.partition(".")
             known = type(getattr(self, section)).__struct_fields__
             if name not in known:
-                raise ConfigError(f"models: {model.id!r} sets {dotted!r:.80}, which is no setting")
+                raise ConfigError(
+                    f"models: {model.id!r} sets {dotted!r:.80}, which is no setting",
+                    remedy="leave it out, or correct its name",
+                )
             tree[section][name] = value
         try:
             return msgspec.convert(tree, Config)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"models: {model.id!r}: bad setting: {error}") from None
+            from .wrong_values import told_of
+
+            raise ConfigError(f"models: {model.id!r}: {told_of(error)}") from None
         except ConfigError as error:
             raise ConfigError(f"models: {model.id!r}: {error.message}") from None
 

@@ -95,4 +95,5 @@ def check_allowed(caller: Caller, model: str) -> None:
         raise RequestError(
             f"there is no model {model!r:.80} for this key; /v1/models lists those that there are",
             code="model_not_found",
+            remedy="name one of those",
         )

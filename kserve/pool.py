@@ -309,7 +309,8 @@ class PoolSlot:
         given: Array = np.frombuffer(data, np.uint8)
         if len(given) > place.byte_size:
             raise TensorError(
-                f"{len(given)} bytes don't fit a place of {shown(place.byte_size)} in a slot"
+                f"{len(given)} bytes don't fit a place of {shown(place.byte_size)} in a slot",
+                remedy="choose a larger place",
             )
         self.array_at(place, len(given), _BYTE)[:] = given
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,10 +28,10 @@ Message = Mapping[str, Any]
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """A conversation before the model's message.
+    """A conversation before the model's message, for `InferenceEngine.generate`.
 
     Attributes:
-        token_ids: `[prompt]`, for `InferenceEngine.generate`.
+        token_ids: `[prompt]`.
         opening: The begin of the model's message in the prompt, such as the mark before reasoning.
         use: The tools that the model may, or must, call.
         reasoning_asked: Whether the template's variables turn reasoning on; None if unset.
@@ -48,8 +49,8 @@ class ChatRenderer:
     ```python
     chat = ChatRenderer("tiny")
     prompt = chat.render([{"role": "user", "content": "What is 3 + 4?"}])
-    (sample,) = engine.generate([prompt.token_ids], SamplingParams(temperature=0))
-    message = chat.read(prompt, sample.completion_tokens, sample.finish_reason)
+    (sample,) = engine.generate([prompt], SamplingParams(temperature=0))
+    sample.message
     ```
 
     A parsed message can be part of the next conversation as it is.
@@ -153,6 +154,12 @@ class ChatRenderer:
         )
         return replace(params, constraint=constraint)
 
+    def prompt_of(self, token_ids: Sequence[int]) -> ChatPrompt:
+        """Return the conversation without tools that a prompt's tokens are."""
+        text = self._tokenizer.decode(list(token_ids))
+        opening = "" if self._format is None else chat.opening_of(self._format, text)
+        return ChatPrompt(tuple(token_ids), opening, chat.ToolUse())
+
     def read(
         self,
         prompt: ChatPrompt,
@@ -192,6 +199,12 @@ class ChatRenderer:
         return message
 
 
+@lru_cache(maxsize=4)
+def renderer_of(model_path: str) -> ChatRenderer:
+    """Return a model's renderer, loaded once."""
+    return ChatRenderer(model_path)
+
+
 def _call(call: chat.ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -224,7 +237,10 @@ def _turn(message: Message, where: str) -> Turn:
             turn["tool_calls"] = [_called(call) for call in calls]
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise field_error(
-            where, f"is not in OpenAI's form: {shown(str(error))}", code="invalid_messages"
+            where,
+            f"is not in OpenAI's form: {shown(str(error))}",
+            code="invalid_messages",
+            remedy="write it with a role and content",
         ) from error
     return turn
 
@@ -268,11 +284,17 @@ def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> 
             {"tools": [], "choice": kind, "named": named, "parallel": parallel}, chat.ToolUse
         )
     except (msgspec.ValidationError, LookupError, TypeError, AttributeError) as error:
-        raise RequestError(f"tools and tool_choice are not in OpenAI's form: {error}") from None
+        raise RequestError(
+            f"tools and tool_choice are not in OpenAI's form: {error}",
+            remedy="give a list of functions, each with a name",
+        ) from None
     known = chat.tools_of(given)
     names = [tool.name for tool in known]
     if named and named not in names:
-        raise RequestError(f"tool_choice names {shown(named)}, and the tools are {shown(names)}")
+        raise RequestError(
+            f"tool_choice names {shown(named)}, and the tools are {shown(names)}",
+            remedy="name one of them",
+        )
     return replace(use, tools=known)
 
 

@@ -84,6 +84,9 @@ class BusClient(WeightClient, Submitter):
         client._owns_bus = True
         return client
 
+    def __repr__(self) -> str:
+        return f"BusClient({self.bus!r})"
+
     async def __aenter__(self) -> BusClient:
         """Raises BusError if the bus can't be reached."""
         try:

@@ -6,25 +6,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from ..bus.control import AdapterReady, LoadAdapter
-from ..bus.targets import Logprobs
 from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, SamplingParams
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
-from ..stages.admission.parts.adapters import Adapters
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.parts.adapters import AdapterChanges
-from ..stages.executor.parts.experts import Experts, move_experts
 from ..store.loaded_adapter import LoadedAdapter
 from .engine_calls import one_at_a_time
 from .engine_requests import check_prompts, params_of_targets
 from .rollouts import TrainingSample
+
+if TYPE_CHECKING:
+    from ..bus.targets import Logprobs
 
 
 @one_at_a_time
@@ -40,14 +39,18 @@ class ModelParts(ABC):
         """The executor. Raises RuntimeError after the shutdown."""
 
     @abstractmethod
-    def generate(self, prompts: Any, sampling_params: Any) -> list[TrainingSample]:
-        """Complete prompts, each with its own parameters."""
+    def _scored(
+        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool
+    ) -> list[TrainingSample]:
+        """Run requests for logprobs of prompts, each with its own parameters."""
 
     def score_targets(
         self,
         prompts: Sequence[Sequence[int]],
         targets: Sequence[Sequence[Sequence[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
     ) -> list[Logprobs]:
         """Return the logprobs of given token ids at the last positions of prompts.
 
@@ -58,6 +61,7 @@ class ModelParts(ABC):
             targets: For each prompt, lists of token ids for as many of its last positions: a list
                 or an array `[positions, ids]`. -1 asks for nothing.
             sampling_params: One for all, or one for each; only the temperature counts.
+            show_progress: As in `generate`.
 
         Returns:
             For each prompt `[positions, most targets at a position]`, float32, with minus infinity
@@ -68,8 +72,8 @@ class ModelParts(ABC):
         """
         prompts = check_prompts(prompts)
         params = params_of_targets(sampling_params, prompts, targets)
-        found = [each.prompt_token_id_logprobs for each in self.generate(prompts, params)]
-        return cast(list[Logprobs], found)
+        scored = self._scored(prompts, params, show_progress)
+        return cast("list[Logprobs]", [each.prompt_token_id_logprobs for each in scored])
 
     def load_adapter(
         self,
@@ -97,6 +101,8 @@ class ModelParts(ABC):
         Raises:
             AdapterError: It can't be served, or does not fit the model; nothing has changed.
         """
+        from ..stages.executor.parts.adapters import AdapterChanges
+
         check_in_flight(in_flight)
         tensors = source if isinstance(source, Mapping) else None
         folder = "" if isinstance(source, Mapping) else fspath(source)
@@ -118,9 +124,13 @@ class ModelParts(ABC):
         Raises:
             AdapterError: `adapter_not_found`; or `adapter_in_use`: finish the requests first.
         """
+        from ..stages.executor.parts.adapters import AdapterChanges
+
         check_in_flight(in_flight)
         if self._executor.runner.adapters.get(id) is None:
-            raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
+            raise AdapterError(
+                f"no adapter {id!r:.80} is loaded", code="adapter_not_found", remedy="load it first"
+            )
         if in_flight != "abort" and any(
             seq.info.adapter == id for seq in self._batching.index.values()
         ):
@@ -139,6 +149,8 @@ class ModelParts(ABC):
     @property
     def expert_owners(self) -> list[int]:
         """The rank of each expert of a layer; empty without `expert_parallel`."""
+        from ..stages.executor.parts.experts import Experts
+
         experts = self._executor.find(Experts)
         return [] if experts is None else experts.owners
 
@@ -151,8 +163,12 @@ class ModelParts(ABC):
         Raises:
             WeightsError: Experts have no owners here (`expert_parallel`), or these don't fit.
         """
+        from ..stages.executor.parts.experts import Experts, move_experts
+
         move_experts(self._executor.find(Experts), owners)
 
     def _adapter_changed(self, id: str, version: int, in_flight: InFlight) -> None:
+        from ..stages.admission.parts.adapters import Adapters
+
         self._batching.receive(AdapterReady(id, version, in_flight), now_ns())
         self._admission.part(Adapters).set(self.adapters())

@@ -86,10 +86,16 @@ class ExactForward:
                 "trainer's own model, of plain weights"
             )
         if self._model.index_keys:
-            raise ModelError("attention whose indexer chooses tokens has no exact training pass")
+            raise ModelError(
+                "attention whose indexer chooses tokens has no exact training pass",
+                remedy="train another model, or by its own forward pass",
+            )
         for options in self._model.attention_options:
             if options.softcap is not None or options.sinks is not None:
-                raise ModelError("attention with a soft cap or sinks has no exact training pass")
+                raise ModelError(
+                    "attention with a soft cap or sinks has no exact training pass",
+                    remedy="train another model, or by its own forward pass",
+                )
         config = EngineConfig(deterministic=True, kernels=kernels, block_size=_BLOCK_SIZE)
         backend, without_kernels = choose_backend(config, self._model)
         if (mixers := self._model.mixers) is not None:

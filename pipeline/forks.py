@@ -49,7 +49,7 @@ def forked_request(
     if not 0 <= at <= len(parent.token_ids):
         raise ArgumentError(
             f"fork can't be used: at is {shown(at)}, and the sample has {len(parent.token_ids)} "
-            "tokens so far",
+            "tokens so far; choose a position up to there",
             code="invalid_fork",
         )
     request = make_request(
@@ -74,7 +74,7 @@ def _unfinished(
     if not 0 <= sample_index < len(admitted.sequences):
         raise ArgumentError(
             f"fork can't be used: sample_index is {shown(sample_index)}, and the request has "
-            f"{len(admitted.sequences)} samples",
+            f"{len(admitted.sequences)} samples; choose one below that",
             code="invalid_fork",
         )
     samples = streaming.recovered(RecoveryItem(name, name, name)).samples

@@ -125,7 +125,11 @@ class ModelManager:
         """Load a model; see `BusClient.load_model`."""
         while True:
             if self._stopping:
-                raise ModelError("the deployment is being stopped", code="model_load_failed")
+                raise ModelError(
+                    "the deployment is being stopped",
+                    code="model_load_failed",
+                    remedy="start it again, and load the model there",
+                )
             model = self._find(name) if spec is None else self._find_or_add(spec)
             job = model.job
             if job is None:

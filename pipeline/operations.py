@@ -32,6 +32,7 @@ from ..config import (
     parse_value,
     shown,
 )
+from ..config.wrong_values import told_of
 from .client import BusClient
 from .digest import Digest, RunDigest, VersionDigests
 from .models import served_names
@@ -179,7 +180,7 @@ def changed(config: FairnessConfig, changes: Sequence[str]) -> FairnessConfig:
         name, equals, value = text.partition("=")
         name, dot, key = name.strip().partition(".")
         if not equals:
-            raise ConfigError(f"a change is name=value, not {text!r:.80}")
+            raise ConfigError(f"a change is name=value, not {text!r:.80}; give it so")
         if name not in known:
             raise ConfigError(f"fairness has no setting {name!r:.80}{nearest(name, known)}")
         if not dot:
@@ -192,7 +193,7 @@ def changed(config: FairnessConfig, changes: Sequence[str]) -> FairnessConfig:
     try:
         return msgspec.convert(tree, FairnessConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {error}") from None
+        raise ConfigError(told_of(error, "fairness", tree)) from None
 
 
 def _of_lane(by_lane: Mapping[str, T], lane: str | None) -> dict[str, T]:
@@ -288,8 +289,8 @@ async def _of(client: BusClient, ids: list[str]) -> list[DeadLetter]:
     by_id = {each.letter_id: each for each in await client.bus.requests.dead_letters()}
     for unknown in [each for each in ids if each not in by_id]:
         raise RequestError(
-            f"there is no dead letter {shown(unknown)}; `nano-inference dlq list` and "
-            "GET /admin/dead_letters list them",
+            f"there is no dead letter {shown(unknown)}; list them by `nano-inference dlq list` or "
+            "GET /admin/dead_letters",
             code="not_found",
         )
     return [by_id[each] for each in ids]

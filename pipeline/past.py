@@ -75,7 +75,10 @@ def export_version(config: EngineConfig, version: int, folder: Path, *, run: str
     own = model.state_dict(keep_vars=True)
     covered = {id(own[name]) for name in state if name in own}
     if state.keys() - own.keys() or any(id(each) not in covered for each in own.values()):
-        raise WeightsError(f"the log is of another model than {str(source)!r}")
+        raise WeightsError(
+            f"the log is of another model than {str(source)!r}",
+            remedy="give the model_path that it was written with",
+        )
     model.load_state_dict(state, strict=False)
     beside = folder.with_name(f".{folder.name}.part")
     try:

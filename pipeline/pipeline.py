@@ -200,6 +200,13 @@ class Pipeline(Submitter):
         self._heart: Heart
         self._failure: BaseException | None = None
 
+    def __repr__(self) -> str:
+        task: asyncio.Task[None] | None = getattr(self, "_stages_task", None)
+        state = "not entered" if task is None else "left" if task.done() else "entered"
+        if self._failure is not None:
+            state = f"failed: {self._failure}"
+        return f"Pipeline({self.config!r}, {state})"
+
     # --- life ---------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Pipeline:

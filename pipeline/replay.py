@@ -145,6 +145,7 @@ def unknown(id: str) -> RequestError:
         f"nothing is recorded of a request {shown(id)}: it is in flight, or its result has expired "
         "(bus.results_ttl_s, bus.results_maxlen), or the id is another one",
         code="unknown_request",
+        remedy="wait for its end, or send it again",
     )
 
 

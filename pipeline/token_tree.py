@@ -26,7 +26,7 @@ from ..bus.public import CompletionSample, FinishReason
 from ..bus.trees import Turn, read
 from ..config import RequestError, shown
 from ..store.trees import TreeStore
-from .rollouts import TrainingSample
+from .rollouts import TrainingSample, completion_of
 
 
 class SampledSpan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -342,7 +342,7 @@ def unknown_session(session: str) -> RequestError:
     return RequestError(
         f"there is no session {shown(session)} here: none of its requests has sampled a token, it "
         "was deleted, is another tenant's or by a model that the key is not for, has expired "
-        "(bus.trees_ttl_s), or no token trees are kept (bus.trees_max_bytes)",
+        "(bus.trees_ttl_s), or no token trees are kept (bus.trees_max_bytes); run it again",
         code="unknown_session",
     )
 
@@ -397,22 +397,11 @@ def _order(key: str) -> tuple[int | str, ...]:
 
 def _turn_of(sample: TrainingSample, place: int) -> Turn:
     recipe = sample.recipe
-    made = CompletionSample(
-        sample_index=0,
-        text="",
-        token_ids=sample.completion_tokens,
-        logprobs=sample.logprobs,
-        finish_reason=sample.finish_reason,
-        weight_version=sample.weight_version,
-        weight_versions=sample.weight_versions,
-        ref_logprobs=sample.ref_logprobs,
-        adapter_version=sample.adapter_version,
-    )
     return Turn(
         key=f"{place}",
         request_id=str(place if sample.request_id is None else sample.request_id),
         model="" if recipe is None else recipe.adapter,
         prompt=sample.prompt_tokens,
-        samples=(made,),
+        samples=completion_of(sample).samples,
         images=() if recipe is None else recipe.images,
     )

@@ -235,4 +235,6 @@ def _file_exporter(path: str, resource: Resource) -> SpanExporter:
     try:
         return FileExporter(Path(path).expanduser(), resource)
     except OSError as error:
-        raise ConfigError(f"telemetry.trace_file {path}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"telemetry.trace_file {path}: {error.strerror or error}", remedy="name another"
+        ) from None

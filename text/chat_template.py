@@ -54,6 +54,7 @@ def template_of(
         raise RequestError(
             f"the model's chat template can't be chosen: {shown(str(error))}",
             code="no_chat_template",
+            remedy="send the conversation as a prompt",
         ) from None
 
 
@@ -101,9 +102,15 @@ def render(
     whose = _named(call)
     if "refused" in found:
         raise RequestError(
-            f"{whose} refuses these messages: {shown(found['refused'])}", code="invalid_messages"
+            f"{whose} refuses these messages: {shown(found['refused'])}",
+            code="invalid_messages",
+            remedy="send other messages, or another template",
         )
-    raise RequestError(f"{whose} fails: {shown(found['failed'])}", code="chat_template_failed")
+    raise RequestError(
+        f"{whose} fails: {shown(found['failed'])}",
+        code="chat_template_failed",
+        remedy="send other messages, or mend the template",
+    )
 
 
 def _named(call: Mapping[str, Any]) -> str:

@@ -137,10 +137,11 @@ def _have_made(file: Path, folder: Path) -> None:
             timeout=_MOST_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ModelError(f"can't read {file}: {error}") from error
+        raise ModelError(f"can't read {file}: {error}; copy or download it again") from error
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"status {child.returncode}"])[-1]
-        raise ModelError(child.stdout.strip() or f"who was to read {file} failed: {last}")
+        why = child.stdout.strip()
+        raise ModelError(why or f"can't read {file} ({last}); copy or download it again")
 
 
 def _make(file: Path, folder: Path) -> None:

@@ -113,7 +113,7 @@ def read_header(path: Path) -> GgufHeader:
     except ValueError:
         raise ModelError(f"{path} is empty; copy or download it again") from None
     except OSError as error:
-        raise ModelError(f"can't read {path}: {error}") from error
+        raise ModelError(f"can't read {path}: {error}; copy or download it again") from error
 
 
 def _unread_positions(metadata: dict[str, Any], tensors: Iterable[str]) -> tuple[str, ...]:
@@ -135,7 +135,10 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         if self._data[:4] != _MAGIC:
-            raise ModelError(f"{self._path} is no GGUF file: it does not begin with GGUF")
+            raise ModelError(
+                f"{self._path} is no GGUF file: it does not begin with GGUF",
+                remedy="copy or download it again, or name another file",
+            )
         self._at = 4
         version = self._number("I")
         if version not in _VERSIONS:

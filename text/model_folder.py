@@ -51,4 +51,4 @@ def read_json(path: Path, missing: Any) -> Any:
     except FileNotFoundError:
         return missing
     except (OSError, ValueError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error
+        raise ModelError(f"can't read {path}: {error}; make it readable for this user") from error

@@ -97,6 +97,7 @@ def writer_of(
                 raise RequestError(
                     f"the call's chat template writes {len(text)} characters for two short turns",
                     code="chat_template_failed",
+                    remedy="make it shorter",
                 )
         except RequestError as error:
             if given is not None and error.code == "chat_template_failed":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, RequestError, SamplingParams, missing_model, prompt_too_long, shown
-from ..config.sampling import ParameterError
+from ..config.errors import ParameterError
 from .grammar_tokenizer import is_special
 from .model_folder import folder_of, read_json
 from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary
@@ -67,7 +67,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     # For a broken tokenizer.json the tokenizers library raises Exception itself.
     except Exception as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"the tokenizer in {folder} can't be loaded: {first_line:.300}") from error
+        raise ModelError(
+            f"the tokenizer in {folder} can't be loaded: {first_line:.300}",
+            remedy="save the model's tokenizer there with tokenizer.save_pretrained()",
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
         raise ModelError(
             f"the tokenizer in {folder} is not backed by a tokenizer.json; convert it to one "
@@ -198,7 +201,9 @@ def encode(
     # without an "unknown" token lacks.
     except Exception as error:
         raise RequestError(
-            f"the model's tokenizer can't read the text: {shown(str(error))}", code=code
+            f"the model's tokenizer can't read the text: {shown(str(error))}",
+            code=code,
+            remedy="send other text, or token ids",
         ) from error
     return tuple(encoded["input_ids"])
 

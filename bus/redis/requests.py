@@ -403,6 +403,7 @@ class RedisRequests:
             raise BusError(
                 "each of several models has a requests stream of its own, which has one shard",
                 code="shards_of_models",
+                remedy="leave the number as it is",
             )
         BusConfig(shards=shards)  # checks the number
         layout = await self.record.begin(shards)

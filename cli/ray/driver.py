@@ -328,6 +328,9 @@ async def stop_on_ray(config: Config, address: str) -> None:
     lane.attach()
     if not lane.actors:
         lane.kill()  # a placement group may be left
-        raise ConfigError(f"lane {name} of {namespace} does not run on the cluster at {address}")
+        raise ConfigError(
+            f"lane {name} of {namespace} does not run on the cluster at {address}",
+            remedy="name one that `nano-inference status` shows",
+        )
     printer.say(f"stopping {len(lane.actors)} actors: requests in flight may finish")
     await lane.stop()

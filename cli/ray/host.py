@@ -115,7 +115,10 @@ async def _reach_bus(config: Config) -> None:
         with anyio.move_on_after(_BUS_LIMIT_S):
             await bus.ping()
             return
-    raise ConfigError(f"no answer from {redact(config.bus.url)} within {_BUS_LIMIT_S:g} s")
+    raise ConfigError(
+        f"no answer from {redact(config.bus.url)} within {_BUS_LIMIT_S:g} s",
+        remedy="check that it runs, and that this node reaches it",
+    )
 
 
 class _WorkerPrinter(Printer):
@@ -262,4 +265,7 @@ def _free(host: str, wanted: int) -> int:
     for port in (wanted, 0):
         with suppress(OSError), socket.create_server((host, port), family=family) as probe:
             return int(probe.getsockname()[1])
-    raise ConfigError(f"gateway.host {host} is no address of this node")
+    raise ConfigError(
+        f"gateway.host {host} is no address of this node",
+        remedy="give an address that it has, or 0.0.0.0",
+    )

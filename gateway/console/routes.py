@@ -103,6 +103,7 @@ def console_routes(
                 f"this gateway has no request {shown(request_id)}: it was another gateway's, is "
                 "another tenant's, or came before the last ten thousand",
                 code="not_found",
+                remedy="look for it by `nano-inference trace`",
             )
         await _read_prompt(found, models())
         detail = log.detail(found.id)

@@ -248,6 +248,7 @@ class Models:
             raise EngineError(
                 f"the model {shown(model)} can't be served here: {self._failed[model][1]}",
                 code="model_not_loaded",
+                remedy="load it again, or name another",
             )
         if (app := self._apps.get(model)) is None:
             raise UnknownModel(f"the model {shown(model)} is gone")

@@ -121,7 +121,9 @@ class PolicyDocument(_Part, frozen=True):
         """Raises RequestError `unknown_tenant`. Its keys stay."""
         if tenant not in self.tenants:
             raise RequestError(
-                f"nothing is set for the tenant {tenant!r:.40}", code="unknown_tenant"
+                f"nothing is set for the tenant {tenant!r:.40}",
+                code="unknown_tenant",
+                remedy="set a limit for it first",
             )
         tenants = {name: each for name, each in self.tenants.items() if name != tenant}
         return msgspec.structs.replace(self, tenants=tenants)

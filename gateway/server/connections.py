@@ -275,7 +275,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self._all.count("malformed")
-        self.end(RequestError(f"{msg} Send HTTP/1.1", code="malformed"))
+        self.end(RequestError(f"{msg.rstrip('.')}; send HTTP/1.1", code="malformed"))
 
     def shutdown(self) -> None:
         if self._left:

@@ -49,7 +49,7 @@ def text_in_base64(data: str, media_type: str, kind_where: str, where: str) -> s
     try:
         return decode_base64(data).decode()
     except ValueError:
-        raise field_error(where, "is no UTF-8 text in base64") from None
+        raise field_error(where, "is no UTF-8 text in base64; encode it in UTF-8") from None
 
 
 def text_of_file(given: str, where: str) -> str:

@@ -558,7 +558,7 @@ def not_found(call_id: str) -> EngineError:
     return EngineError(
         f"there is no stream {shown(call_id)} here: it never began, is another tenant's "
         "(X-Tenant) or by a model that the key is not for, or ended longer ago than its results "
-        "are kept (bus.results_ttl_s)",
+        "are kept (bus.results_ttl_s); send the call again",
         code="stream_not_found",
     )
 

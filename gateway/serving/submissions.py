@@ -21,9 +21,17 @@ from ...bus.public import (
     Timings,
     Usage,
 )
-from ...config import BusError, Config, NanoInferenceError, RequestError, prompt_too_long, shown
+from ...config import (
+    BACKGROUND,
+    MAX_PRIORITY,
+    BusError,
+    Config,
+    NanoInferenceError,
+    RequestError,
+    prompt_too_long,
+    shown,
+)
 from ...pipeline.client import BusClient
-from ...stages.admission.checks import MAX_PRIORITY
 from ...telemetry import Operation, instruments, names, now_ns
 from ..call import Account, Call
 from ..caller import Caller, may_use
@@ -32,6 +40,7 @@ from ..server.measures import Measures
 from .capacity import Capacity
 from .chain import PolicyChain
 from .durable_calls import Attachment
+from .fields import in_words_of_body
 from .lane_state import DRAINING, ModelLength, Readiness
 from .request_ids import concerns, ids_of, name_of
 from .request_log import RequestLog
@@ -427,7 +436,7 @@ class Submissions:
             if left_ns <= 0:
                 raise TooLate(call)
             request = msgspec.structs.replace(request, budget_ns=left_ns)
-        most = -MAX_PRIORITY if call.batch_line else self._max_priority(call.caller)
+        most = BACKGROUND if call.batch_line else self._max_priority(call.caller)
         if not published and request.priority > most:
             request = msgspec.structs.replace(request, priority=most)
         if not published and self._model:
@@ -518,9 +527,11 @@ def _check(completion: Completion) -> None:
     """Raises EngineError unless a request is done or cancelled."""
     error = completion.error
     if error is not None and completion.status != "cancelled":
+        message, param = in_words_of_body(error)
         raise EngineError(
-            error.message,
+            message,
             code=error.code,
+            param=param,
             retry_after_s=error.retry_after_s,
             completion=completion,
         )

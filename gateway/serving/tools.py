@@ -31,7 +31,9 @@ def tool_use_of(
         FieldError: A call is required, and there are no tools.
     """
     if choice == "required" and not tools:
-        raise field_error(param, "asks for a call, and there are no tools")
+        raise field_error(
+            param, "asks for a call, and there are no tools", remedy="give one, or leave it out"
+        )
     return ToolUse(tools=tools, choice=choice, parallel=parallel)
 
 

@@ -361,6 +361,7 @@ class WeightSync:
             raise WeightsError(
                 f"the weights are as they were, since a part of the update failed: {state.failure}",
                 code="weights_incomplete",
+                remedy="send all parts again",
             )
         staged = StagedWeights(state.update, state.parts)
         try:

@@ -11,14 +11,13 @@ from ...bus.entries import (
     is_usable_request_id,
 )
 from ...bus.public import GenerateRequest
-from ...config import MAX_INT64, RequestError, SamplingParams, shown
+from ...config import MAX_INT64, MAX_PRIORITY, RequestError, SamplingParams, shown
 from ...config.quoting import is_unicode
 from ...config.sampling import check_ranges
 from ...config.sampling import outside as _outside
 
 MAX_TENANT_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
-MAX_PRIORITY = 1000
 
 # Of a result as JSON, commas included: the most characters that each can have.
 COMPLETION_BYTES = 5120
@@ -167,7 +166,9 @@ def check_token_ids(name: str, ids: Collection[int], vocab_size: int, code: str)
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = min(ids) if min(ids) < 0 else max(ids)
         raise RequestError(
-            f"{name} holds token id {shown(bad)}; the model's are 0 to {vocab_size - 1}", code=code
+            f"{name} holds token id {shown(bad)}; the model's are 0 to {vocab_size - 1}",
+            code=code,
+            remedy="tokenise by the model's tokenizer",
         )
 
 

@@ -268,4 +268,5 @@ def _unknown(fork: Fork) -> RequestError:
         f"there is no request {shown(fork.request_id)} of this tenant to fork: it has not begun, "
         "its result has expired (bus.results_ttl_s), or the id is another one",
         code="unknown_request",
+        remedy="wait until it runs, or name another",
     )

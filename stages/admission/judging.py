@@ -56,7 +56,11 @@ def _admit(stage: Actor, core: AdmissionCore, wanted: Judge, trace: EntryTrace) 
     entry, tokenized = arrival.entry, arrival.tokenized
     if wanted.draining:
         check_owner(entry, owner)
-        raise RequestError("the pipeline is shutting down", code="shutting_down")
+        raise RequestError(
+            "the pipeline is shutting down",
+            code="shutting_down",
+            remedy="send it again, to another one",
+        )
     if isinstance(tokenized, Exception):
         core.check(entry, received_ns, now_ns(), owner=owner)
         if wanted.cancelled is None:

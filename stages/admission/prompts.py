@@ -101,7 +101,11 @@ class PromptReader(NamedTuple):
                 text = self._with_images(text, sizes)
             ids = encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
         if not ids:
-            raise RequestError("the prompt gives no tokens", code="empty_prompt")
+            raise RequestError(
+                "the prompt gives no tokens",
+                code="empty_prompt",
+                remedy="give at least one token to continue from",
+            )
         if not sizes:
             if self.processor is not None:
                 self.processor.check_no_images(ids)

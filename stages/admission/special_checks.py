@@ -47,7 +47,7 @@ def check_targets(sampling: SamplingParams, num_prompt_tokens: int, vocab_size: 
         bad = min(ids) if min(ids) < -1 else max(ids)
         raise RequestError(
             f"prompt_logprob_token_ids holds token id {shown(bad)}; the model's are 0 to "
-            f"{vocab_size - 1}, and -1 asks for nothing",
+            f"{vocab_size - 1}, and -1 asks for nothing; give only those",
             code=code,
         )
 
@@ -99,7 +99,9 @@ def packed_masks(
         )
     if any(isinstance(mask, bytes) and len(mask) % 4 for mask in masks):
         raise RequestError(
-            "prompt_sampling_masks has a packed mask that isn't of 4 bytes for each id", code=code
+            "prompt_sampling_masks has a packed mask that isn't of 4 bytes for each id",
+            code=code,
+            remedy="pack 4 bytes for each id",
         )
     lists = [mask_ids(mask) if isinstance(mask, bytes) else mask for mask in masks]
     for ids in lists:

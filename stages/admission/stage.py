@@ -380,7 +380,11 @@ class AdmissionStage(Actor):
         """Refuse an adapter from now on; `abort` ends its requests in flight."""
         id = unload.adapter
         if not self._core.part(Adapters).unload(id):
-            error = AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
+            error = AdapterError(
+                f"no adapter {shown(id)} is loaded",
+                code="adapter_not_found",
+                remedy="load it first",
+            )
             await self.answer(operation_id, error=error)
             return
         self._unloading.append((id, operation_id))

@@ -320,7 +320,10 @@ class RedisLimits:
         time_, info, *replies = await self._commands.once(partial(transact, redis, key, whole))
         run, uptime = _RUN.search(info), _UPTIME.search(info)
         if run is None or uptime is None:
-            raise BusError("the server does not tell its run_id, without which nothing is limited")
+            raise BusError(
+                "the server does not tell its run_id, without which nothing is limited",
+                remedy="use a Redis or Valkey server itself, and no proxy",
+            )
         now_ms = int(time_[0]) * 1000 + int(time_[1]) // 1000
         self._ahead_ms = now_ms - time.monotonic() * 1000
         return _Told(run[1], int(uptime[1]), now_ms, replies)

@@ -108,7 +108,9 @@ def read_block(given: dict[str, Any], role: Role, where: str) -> Block:
     for other, blocks in _BLOCKS.items():
         if isinstance(kind, str) and kind in blocks:
             raise field_error(
-                where, f": a block of type {shown(kind)} stands in messages of role {other!r}"
+                where,
+                f": a block of type {shown(kind)} stands in messages of role {other!r}",
+                remedy="put it there",
             )
     raise _unsupported(kind, where)
 

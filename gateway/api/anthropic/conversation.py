@@ -214,7 +214,11 @@ def _turns(history: list[_Said], tenant: str) -> list[Turn]:
             if isinstance(block, ToolUseBlock):
                 if block.id in calls:
                     param = f"{where}.id"
-                    raise field_error(param, "is that of another tool_use")
+                    raise field_error(
+                        param,
+                        "is that of another tool_use",
+                        remedy="give each tool_use an id of its own",
+                    )
                 calls[block.id] = block.name, where
     _check_answered(calls)
     return turns
@@ -224,7 +228,7 @@ def _check_answered(calls: OpenCalls) -> None:
     """Raises FieldError: a call has no result."""
     for _, where in calls.values():
         raise field_error(
-            where, ": the message after a tool_use has its tool_result; there is none"
+            where, ": the message after a tool_use has its tool_result; there is none; add one"
         )
 
 
@@ -239,7 +243,7 @@ def _results(said: _Said, calls: OpenCalls) -> list[Turn]:
             raise field_error(
                 param,
                 f"is {shown(call_id)}, and the assistant's message before has no tool_use "
-                "of that id without a result",
+                "of that id without a result; send the id of a tool_use of that message",
             )
         name, _ = calls.pop(call_id)
         content = content_of(result_parts(block.content, f"{where}.content"))

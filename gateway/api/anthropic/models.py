@@ -60,7 +60,7 @@ def _read_page(call: Call) -> _Page:
     limit = given.get("limit", "")
     if limit.isascii() and limit.isdecimal() and len(limit) < 9:
         given["limit"] = int(limit)
-    return convert(given, _Page, "the query")
+    return convert(given, _Page)
 
 
 def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
@@ -89,7 +89,11 @@ def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
 
 def _place(ids: Sequence[str], id: str, param: str) -> int:
     if id not in ids:
-        raise field_error(param, f"is {shown(id)}, and there is no such model")
+        raise field_error(
+            param,
+            f"is {shown(id)}, and there is no such model",
+            remedy="list them by GET /v1/models",
+        )
     return ids.index(id)
 
 

@@ -118,7 +118,9 @@ def _pieces(body: bytes, coding: str) -> Iterator[bytes]:
         why = str(error)
     if why or not stream.eof:
         raise RequestError(
-            f"the body can't be unpacked by {coding}: {why or 'it is cut off'}", code="malformed"
+            f"the body can't be unpacked by {coding}: {why or 'it is cut off'}",
+            code="malformed",
+            remedy="compress it once, or send it as it is",
         )
 
 

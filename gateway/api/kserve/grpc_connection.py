@@ -230,6 +230,7 @@ class GrpcConnection:
             raise RequestError(
                 "the call brings no message, or one larger than gateway.max_body_bytes",
                 code="request_too_large",
+                remedy="send one, or less at a time",
             )
         return self._decoded(data), len(data)
 

@@ -303,7 +303,7 @@ def _parameter(name: str, value: Any) -> bool | int | float | str:
     raise field_error(
         param,
         f"is no input of the model, and {shown(value)} is no parameter; that is a string, "
-        "a boolean, or a number that fits 64 bits",
+        "a boolean, or a number that fits 64 bits; leave it out",
     )
 
 

@@ -265,7 +265,7 @@ class InferenceService:
                 return model
             what += f" of version {shown(version)}"
         raise RequestError(
-            f"there is no model {what}; the repository's index lists the models",
+            f"there is no model {what}; the repository's index lists the models; name one of them",
             code="model_not_found",
         )
 

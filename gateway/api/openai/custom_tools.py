@@ -52,7 +52,10 @@ def custom_tool(
             )
         if syntax == "regex" and not is_regex(definition):
             raise field_error(
-                f"{where}.definition", "is no regular expression", code="invalid_constraint"
+                f"{where}.definition",
+                "is no regular expression",
+                code="invalid_constraint",
+                remedy="write it as RE2 or llguidance reads it",
             )
         if syntax == "regex":
             strict = form is not None and form.calls is not None

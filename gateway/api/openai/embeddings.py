@@ -61,7 +61,7 @@ class EmbeddingCalls:
         texts = [_text_of(each, place) for place, each in enumerate(fields.documents or ())]
         if not texts or not fields.query:
             missing = "query" if texts else "documents"
-            raise field_error(missing, "is empty", code="empty_prompt")
+            raise field_error(missing, "is empty; give a text", code="empty_prompt")
         if fields.top_n is not None and fields.top_n < 1:
             raise field_error(
                 "top_n", f"is {shown(fields.top_n)}; it must be at least 1, or left out"

@@ -129,7 +129,7 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
     content = message.refusal if message.content is None else message.content
     if content is None and role not in ("assistant", "tool"):
         raise field_error(
-            f"{where}.content", "is missing; it is a text, or a list of parts of text"
+            f"{where}.content", "is missing; it is a text, or a list of parts of text; add one"
         )
     place = f"{where}.content"
     turn: Turn = {"role": role}

@@ -86,7 +86,9 @@ class RenderCalls:
             given = getattr(fields, name)
             if given is not None and len(given) != number:
                 raise field_error(
-                    name, f"has {len(given)} entries, and generate_responses has {number}"
+                    name,
+                    f"has {len(given)} entries, and generate_responses has {number}",
+                    remedy="give one for each",
                 )
             lists.append([None] * number if given is None else given)
         ids, texts = lists
@@ -152,6 +154,7 @@ class RenderCalls:
             raise field_error(
                 f"{where}.choices",
                 f"are none, of different numbers, or more than {most} (gateway.max_prompts)",
+                remedy="send the choices of one call",
             )
         length = await services.length.get()
         self._check_tokens(tokenizer, [*filter(None, prompts)], "prompt_token_ids", length)
@@ -159,7 +162,11 @@ class RenderCalls:
             tokens = [choice.token_ids for choice in each.choices]
             self._check_tokens(tokenizer, tokens, f"{where}.choices[].token_ids", length)
         if wanted.echo and not all(prompts):
-            raise field_error("prompt_token_ids", "are missing, which echo shows")
+            raise field_error(
+                "prompt_token_ids",
+                "are missing, which echo shows",
+                remedy="send those of the rendered call",
+            )
         first = generated[0]
         wanted = replace(wanted, id=first.request_id or first.id or wanted.id, n=n, named="")
         # The prompt's logprobs are passed on as they are.
@@ -197,11 +204,11 @@ class RenderCalls:
         most = len(tokenizer.transformers) - 1
         for each in lists:
             if len(each) > longest:
-                raise field_error(where, f"are more than the model's length, {longest}")
+                raise field_error(where, f"are more than the model's length, {longest}; send fewer")
             if any(not 0 <= token_id <= most for token_id in each):
                 raise field_error(
                     where,
-                    f"holds an id that is none; the tokenizer's are 0 to {most}",
+                    f"holds an id that is none; the tokenizer's are 0 to {most}; send only those",
                     code="invalid_token_ids",
                 )
 

@@ -15,7 +15,7 @@ from ...server.http import FieldError, field_error
 from ...serving.chat_templates import check_template
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
-from ...serving.fields import Body, engine_priority, ignore, read_part
+from ...serving.fields import Body, engine_priority, ignore, note_field, read_part
 from ...serving.images import ImageSource
 from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
@@ -253,10 +253,10 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
     if fields.top_logprobs and not fields.logprobs:
         raise field_error("top_logprobs", "takes logprobs: true")
     # Both hold. Admission lowers it to what the model's length leaves.
-    limits = [
-        each for each in (fields.max_tokens, fields.max_completion_tokens) if each is not None
-    ]
-    max_tokens = min(limits, default=None)
+    names = ("max_tokens", "max_completion_tokens")
+    limits = [(each, name) for name in names if (each := getattr(fields, name)) is not None]
+    max_tokens, name = min(limits, default=(None, names[0]))
+    note_field(names[0], name)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     sampling = _text_sampling(
         body,
@@ -344,7 +344,9 @@ def _check_fork(call: ChoicesCall, field: str, prompt: object) -> None:
     if prompt:
         raise field_error(field, "is the other request's in a fork; leave it out", code=_FORK)
     if call.truncation is not None:
-        raise field_error("truncate_prompt_tokens", "can't cut a fork's prompt", code=_FORK)
+        raise field_error(
+            "truncate_prompt_tokens", "can't cut a fork's prompt", code=_FORK, remedy="leave it out"
+        )
     for name, is_given in needs_prompt.items():
         if is_given and call.fields.stream:
             wrong = "needs the prompt, which a fork's stream doesn't have; ask without stream"
@@ -382,13 +384,17 @@ def _texts(fields: TextBody) -> dict[str, Any]:
 
 def _named(request_id: str) -> str:
     if len(request_id) > _LONGEST_NAME:
-        raise field_error("request_id", f"is longer than {_LONGEST_NAME} characters")
+        raise field_error(
+            "request_id",
+            f"is longer than {_LONGEST_NAME} characters",
+            remedy="choose a shorter one",
+        )
     return request_id
 
 
 def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> None:
     if fields.stream and prompt_logprobs:
-        raise field_error(param, "are not there in a stream")
+        raise field_error(param, "are not there in a stream; send it without stream")
     options = fields.stream_options
     if options != StreamOptions() and not fields.stream:
         # An answer in one piece has its usage anyway.
@@ -423,7 +429,9 @@ def _text_sampling(
             "response_format": of_response_format(response_format, "response_format")
             if response_format
             else None,
-            "guided_*": of_structured_outputs(guided, "guided"),
+            next(
+                (f"guided_{name}" for name, each in guided.items() if each is not None), ""
+            ): of_structured_outputs(guided, "guided"),
         }
     )
     sampling = read_sampling(
@@ -444,7 +452,7 @@ def _text_sampling(
 
 def _check_targets(fields: StreamedBody, sampling: SamplingParams, param: str) -> None:
     if fields.stream and sampling.prompt_logprob_token_ids is not None:
-        raise field_error(param, "are not scored in a stream")
+        raise field_error(param, "are not scored in a stream; send it without stream")
     if fields.stream and sampling.return_routed_experts:
         param = param.replace(_TARGETS, "return_routed_experts")
         raise field_error(param, "has an array in a whole answer; send it without stream")
@@ -474,7 +482,7 @@ def prompts_of(
         raise field_error(
             param,
             ": a number stands among prompts; a list has texts, or lists of token ids, or "
-            "token ids alone",
+            "token ids alone; give one of them",
         )
     return [each if isinstance(each, str) else tuple(each) for each in given]
 

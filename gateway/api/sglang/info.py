@@ -60,7 +60,7 @@ class ServerInfoCalls:
     async def health_generate(self, call: Call) -> Response:
         """Answer 200 if a token comes; while generation is off, if the executors answer."""
         if self._services.readiness.draining:
-            raise NanoInferenceError(DRAINING, code="not_ready")
+            raise NanoInferenceError(DRAINING, code="not_ready", remedy="call another one")
         try:
             async with connected(call.cancelled):
                 with anyio.fail_after(self._config.gateway.health_timeout_s):

@@ -96,7 +96,10 @@ def pull_weights(local: Path, base: Path, source: Path, target: int) -> int:
             return applied
     except OSError as error:
         name = shown(str(error.filename or local))
-        raise WeightsError(f"{name} can't be read or written: {error.strerror}") from None
+        raise WeightsError(
+            f"{name} can't be read or written: {error.strerror}",
+            remedy="make it readable and writable for the gateway's user",
+        ) from None
 
 
 def _check_own(local: Path, base: Path, source: Path) -> None:
@@ -136,7 +139,10 @@ def _delta_of(source: Path, version: int) -> _Delta | None:
     """Return the metadata of a delta; None for a whole checkpoint. Raises WeightsError."""
     folder = _folder(source, version)
     if not folder.is_dir():
-        raise WeightsError(f"version {version} is not published: there is no {shown(str(folder))}")
+        raise WeightsError(
+            f"version {version} is not published: there is no {shown(str(folder))}",
+            remedy="publish it first",
+        )
     index = _read(folder / _INDEX, dict[str, Any]) or {}
     metadata = index.get("metadata")
     if not isinstance(metadata, dict) or "delta_encoding" not in metadata:
@@ -213,7 +219,10 @@ def _replace(local: Path, source: Path, version: int) -> None:
     folder = _begin(local)
     files = [entry for entry in os.scandir(source) if entry.is_file()]
     if not any(entry.name.endswith(".safetensors") for entry in files):
-        raise WeightsError(f"there is no .safetensors file in {shown(str(source))}")
+        raise WeightsError(
+            f"there is no .safetensors file in {shown(str(source))}",
+            remedy="write it by save_pretrained()",
+        )
     for entry in files:
         shutil.copyfile(entry.path, folder / entry.name)
         if (folder / entry.name).stat().st_size != entry.stat().st_size:
@@ -234,6 +243,7 @@ def _apply(local: Path, source: Path, version: int) -> None:
             f"version {version} is a delta from {shown(delta.base_version)} to "
             f"{shown(delta.version)}, and {version - 1} is in place",
             code="weights_base",
+            remedy=f"pull version {version - 1} first, or all weights",
         )
     if delta.compression_format != "zstd":
         raise _damaged(f"its compression_format is {shown(delta.compression_format)}, not zstd")

@@ -296,7 +296,11 @@ def _prompt_calls(
         start, top = (start, top) if logprobs else (-1, 0)
         scores_only = params.max_tokens == 0
         if ids and min(ids) < 0:
-            raise field_error("token_ids_logprob", "holds an id below 0")
+            raise field_error(
+                "token_ids_logprob",
+                "holds an id below 0",
+                remedy="give ids of the model's vocabulary",
+            )
         if ids and not (scores_only and start >= 0):
             raise FieldError(
                 "token_ids_logprob takes return_logprob, logprob_start_len from 0 and "
@@ -377,7 +381,7 @@ def read_prompts(
     if isinstance(given, str):
         return [given], False
     if not given:
-        raise RequestError("there is no prompt in the list", code="empty_prompt")
+        raise RequestError("there is no prompt in the list; give one", code="empty_prompt")
     if isinstance(given[0], int):
         return [convert_part(given, tuple[int, ...], "input_ids")], False
     if text is not None:
@@ -393,7 +397,11 @@ def _request_ids(rid: str | list[str] | None, count: int, batch: bool) -> list[s
     if "" in rid:
         raise RequestError("rid holds an empty id; leave rid out, and each request gets one")
     if len(set(rid)) < len(rid):
-        raise RequestError("rid holds an id twice", code="duplicate_request")
+        raise RequestError(
+            "rid holds an id twice",
+            code="duplicate_request",
+            remedy="give each prompt an id of its own",
+        )
     return _each(rid, "rid", count)
 
 
@@ -420,7 +428,7 @@ def _source(given: Any, where: str) -> ImageSource:
     """
     text = read_part(given, SGLangImage, where).url if isinstance(given, dict) else given
     if not isinstance(text, str):
-        raise field_error(where, ": an image is a URL, or a file in base64")
+        raise field_error(where, ": an image is a URL, or a file in base64; send one of these")
     begins = text[:_MOST_SCHEME].lstrip().lower()
     return of_url(text, where) if begins.startswith(_URLS) else of_base64(text, where)
 
@@ -429,7 +437,9 @@ def _each(value: Any, name: str, count: int) -> list[Any]:
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise RequestError(f"{name} has {len(value)} entries for {count} prompts")
+        raise RequestError(
+            f"{name} has {len(value)} entries for {count} prompts", remedy="give one for each"
+        )
     return value
 
 

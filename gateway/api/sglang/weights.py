@@ -210,7 +210,10 @@ class WeightCalls:
         body = await self._read(call, DistributedBody)
         _check_update(body, formats=("", "auto"))
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
-            raise RequestError("names, dtypes and shapes differ in length")
+            raise RequestError(
+                "names, dtypes and shapes differ in length",
+                remedy="give one of each for each tensor",
+            )
         if not body.names:
             raise RequestError("names is empty; name the tensors that are broadcast")
         # In a thread: there may be very many, and others wait for this one.
@@ -255,7 +258,7 @@ class WeightCalls:
                 code="unsupported",
             )
         if not body.serialized_named_tensors:
-            raise RequestError("serialized_named_tensors is empty")
+            raise RequestError("serialized_named_tensors is empty; send at least one tensor")
         with temporary_folder("weights") as folder:
             texts = body.serialized_named_tensors
             await anyio.to_thread.run_sync(_unpack, folder, texts, limiter=self._unpacking)
@@ -367,6 +370,7 @@ def _check_selector(selector: str) -> None:
         raise RequestError(
             f"selector {selector!r} is not supported here: there is one model and no draft",
             code="unsupported",
+            remedy="leave it out",
         )
 
 

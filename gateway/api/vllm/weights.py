@@ -132,7 +132,7 @@ class WeightCalls:
                 raise RequestError(
                     f"method {shown(other)} runs code of a vLLM worker, which is not here; known "
                     "ones are skyrl_start_weight_update, update_weights_nccl and "
-                    "skyrl_finish_weight_update",
+                    "skyrl_finish_weight_update; call one of these",
                     code="unsupported",
                 )
         return JsonResponse({"results": [None]})
@@ -335,7 +335,11 @@ def source_of(info: UpdateInfo, group: str, packed_bytes: int) -> WeightsSource:
             "update_info", "needs names, dtype_names and shapes of the tensors, or a path"
         )
     if not len(info.names) == len(info.dtype_names) == len(info.shapes):
-        raise field_error("update_info", "has names, dtype_names and shapes of other lengths")
+        raise field_error(
+            "update_info",
+            "has names, dtype_names and shapes of other lengths",
+            remedy="give one of each for each tensor",
+        )
     tensors = tuple(
         TensorMeta(name, dtype.removeprefix("torch."), shape)
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True)

@@ -88,11 +88,11 @@ def check_path(path: str) -> None:
     if not path:
         raise WeightsError("the path of the weights is empty; name a folder or a file")
     if "\0" in path:
-        raise WeightsError(f"the path {shown(path)} has a NUL byte")
+        raise WeightsError(f"the path {shown(path)} has a NUL byte; give one without")
     try:
         size = len(os.fsencode(path))
     except UnicodeEncodeError:
-        raise WeightsError(f"the path {shown(path)} is not Unicode") from None
+        raise WeightsError(f"the path {shown(path)} is not Unicode; give one in UTF-8") from None
     if size > _LONGEST_PATH_BYTES:
         raise WeightsError(
             f"the path {shown(path)} has {size} bytes; it may have {_LONGEST_PATH_BYTES} bytes"
@@ -132,11 +132,13 @@ def _check_join(wish: control.JoinWeightsGroup) -> None:
     if not 0 < wish.rank < wish.world_size:
         raise WeightsError(
             f"an executor's rank is from 1 to below the world's size: it is {shown(wish.rank)} of "
-            f"{shown(wish.world_size)}"
+            f"{shown(wish.world_size)}; give one of these"
         )
     host, port = host_and_port(wish.address)
     if not port:
-        raise WeightsError("a group's address is host:port, and the port is not 0")
+        raise WeightsError(
+            "a group's address is host:port, and the port is not 0", remedy="give one of this form"
+        )
     try:
         host.encode("idna")
     except UnicodeError:

@@ -205,7 +205,7 @@ class ChangesCore:
         """Answer all open operations, since the stage ends."""
         weights_error = WeightsError(
             "the executor stopped during the operation; it restarts with all its memory and "
-            "the weights of model_path, as version 0",
+            "the weights of model_path, as version 0; send them again",
             code="weights_interrupted",
         )
         adapter_error = AdapterError(
@@ -319,7 +319,11 @@ class ChangesCore:
         elif id in self._adapters:
             self._stage(id, _Staged(ticket, 0, AdapterReady(id, 0, operation.in_flight)))
         else:
-            raise AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
+            raise AdapterError(
+                f"no adapter {shown(id)} is loaded",
+                code="adapter_not_found",
+                remedy="load it first",
+            )
 
     def _continue(self, job: do.ChangeJob, result: do.Result, now_ns: int) -> None:
         match job, result:
@@ -382,7 +386,7 @@ class ChangesCore:
     ) -> None:
         self.succession.check(fetched.covers)
         if update.prepare_as == self._dropped:
-            raise WeightsError("the update was cancelled", code="weights_incomplete")
+            raise WeightsError("the update was cancelled; begin it anew", code="weights_incomplete")
         self._prepared = _Prepared(update, fetched, _deadline_ns(update, now_ns))
         self._answer(ticket, logged=fetched.logged)
 
@@ -615,6 +619,7 @@ class WeightParts:
                 raise WeightsError(
                     f"a part is a delta of version {base}, and another one of {self._base}",
                     code="weights_base",
+                    remedy="send all parts of one version",
                 )
             if again := tensors.keys() & self._tensors.keys():
                 raise WeightsError(

@@ -91,7 +91,8 @@ def broken_output(what: str = "logits") -> ModelError:
     """Return the error for output that is not finite, such as a row's largest logit."""
     return ModelError(
         f"the model's {what} are not finite; its weights or its KV cache are damaged, or its dtype "
-        "can't hold them (float16 overflows where bfloat16 does not)"
+        "can't hold them (float16 overflows where bfloat16 does not)",
+        remedy="set engine.dtype to bfloat16 or float32, or copy the model again",
     )
 
 

@@ -74,7 +74,7 @@ def wrong_shape(folder: Path, name: str, shape: Sequence[int], wanted: Sequence[
     """Return the error for a tensor that doesn't fit the configuration."""
     return ModelError(
         f"{name} in {folder} has the shape {list(shape)} and config.json makes it "
-        f"{list(wanted)}; the two are not of one model"
+        f"{list(wanted)}; the two are not of one model; copy or download the folder again"
     )
 
 

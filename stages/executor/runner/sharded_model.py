@@ -80,7 +80,10 @@ def load_sharded(
             config=config,
         )
     except RuntimeError as error:
-        raise ModelError(f"the weights in {folder} don't fit: {error}") from None
+        raise ModelError(
+            f"the weights in {folder} don't fit: {error}",
+            remedy="give the process more memory, or choose a smaller model",
+        ) from None
     _load(folder, files, weights)
     trim(torch.device("cpu"))
     return wrap_sharded(

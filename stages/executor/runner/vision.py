@@ -43,7 +43,10 @@ def find_image_processor(folder: Path) -> Any | None:
         # Without torchvision, which not every build of torch has.
         return auto.from_pretrained(folder, backend="pil", local_files_only=True)
     except Exception as error:
-        raise ModelError(f"can't load the image processor in {folder}: {error!s:.300}") from error
+        raise ModelError(
+            f"can't load the image processor in {folder}: {error!s:.300}",
+            remedy="save the model's processor there with processor.save_pretrained()",
+        ) from error
 
 
 @torch.no_grad()
@@ -68,7 +71,10 @@ def look_ahead(module: Any) -> LookAhead:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{name} can't be served: {error!s:.300}") from error
+        raise ModelError(
+            f"{name} can't be served: {error!s:.300}",
+            remedy="choose another model, or its language part alone",
+        ) from error
     return probe.look_ahead()
 
 

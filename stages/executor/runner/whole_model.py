@@ -32,7 +32,9 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None
             make = auto.from_config if kind is None else kind._from_config
             whole = make(hf_config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
-        raise ModelError(f"can't build {hf_config.model_type}: {error}") from error
+        raise ModelError(
+            f"can't build {hf_config.model_type}: {error}", remedy="choose another model"
+        ) from error
     widen(whole, dtype)
     return whole.requires_grad_(False).eval()
 

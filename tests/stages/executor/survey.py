@@ -46,6 +46,7 @@ NEEDS = {
     "recurrent layers of a kind": "an operator that takes the state before each sequence's tokens",
     "is not a causal language model": "an output layer that generates",
     "don't have a KV cache of their own": "a cache for each call of a layer",
+    "its masks are of the call": "a mask whose rule is that of its attention",
     "compute with their masks": "a mask whose rule is that of its attention",
     "other logits": "state of its layers beside keys and values",
     "nor mix tokens by an operator": "an operator that takes the state before each sequence's "

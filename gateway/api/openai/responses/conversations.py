@@ -222,7 +222,7 @@ def unknown(conversation_id: str) -> EngineError:
     return EngineError(
         f"there is no conversation {shown(conversation_id)} here: it was deleted, is another "
         "tenant's (X-Tenant) or has outputs of a model that the key is not for, or was not used "
-        "for longer than results are kept (bus.results_ttl_s)",
+        "for longer than results are kept (bus.results_ttl_s); make a new one",
         code="unknown_conversation",
     )
 
@@ -336,5 +336,7 @@ class ConversationCalls:
 
 def _no_item(item_id: str) -> RequestError:
     return EngineError(
-        f"there is no item {shown(item_id)} in this conversation", code="unknown_item"
+        f"there is no item {shown(item_id)} in this conversation",
+        code="unknown_item",
+        remedy="list its items",
     )

@@ -159,7 +159,11 @@ def page_of(
     if after is not None:
         places = [place for place, item in enumerate(ordered) if item["id"] == after]
         if not places:
-            raise field_error("after", f": there is no item {shown(after)} here")
+            raise field_error(
+                "after",
+                f": there is no item {shown(after)} here",
+                remedy="give the id of one that there is",
+            )
         ordered = ordered[places[0] + 1 :]
     page = ordered[:limit]
     return {

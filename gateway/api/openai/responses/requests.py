@@ -191,6 +191,7 @@ def read_response(
                 param,
                 f": {shown(each)} is not there to be included; {LOGPROBS} and {ENCRYPTED} are",
                 code="unsupported",
+                remedy="leave it out",
             )
     logprobs = LOGPROBS in fields.include
     if fields.top_logprobs and not logprobs:
@@ -226,7 +227,7 @@ def read_response(
 def check_metadata(metadata: Sized) -> None:
     """Raises FieldError: There are too many."""
     if len(metadata) > _MOST_METADATA:
-        raise field_error("metadata", f"has more than {_MOST_METADATA} texts")
+        raise field_error("metadata", f"has more than {_MOST_METADATA} texts; leave some out")
 
 
 def _constraint(fields: ResponseBody) -> Constraint | None:

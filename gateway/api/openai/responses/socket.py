@@ -97,7 +97,11 @@ class ResponseSocket:
             case "response.cancel":
                 cancel = read_part(message, CancelMessage)
                 if self._running is None or cancel.response_id not in (None, self._response_id):
-                    raise field_error("response_id", ": no such response is in flight here")
+                    raise field_error(
+                        "response_id",
+                        ": no such response is in flight here",
+                        remedy="send the id of one that is",
+                    )
                 await self._cancel()
             case kind:
                 raise field_error(
@@ -118,7 +122,9 @@ class ResponseSocket:
     async def _create(self, message: Message) -> None:
         fields = {name: each for name, each in message.items() if name not in ("type", *_OF_HTTP)}
         if fields.pop("background", None):
-            raise field_error("background", "is for HTTP; here each response is followed")
+            raise field_error(
+                "background", "is for HTTP; here each response is followed", remedy="leave it out"
+            )
         generate = fields.pop("generate", True) is not False
         stored = fields.get("store") is not False
         own = fields.get("input") or []
@@ -159,7 +165,11 @@ class ResponseSocket:
         if self._socket.close_code is not None:
             return
         if inner.left.is_set():
-            error = RequestError("the response was cancelled before it began", code="cancelled")
+            error = RequestError(
+                "the response was cancelled before it began",
+                code="cancelled",
+                remedy="send it again if it is still wanted",
+            )
             await self._send_error(CLIENT_LEFT, error_body(error)["error"])
         elif inner.status >= 400:
             await self._send_error(inner.status, msgspec.json.decode(inner.body)["error"])

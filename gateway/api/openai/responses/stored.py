@@ -165,6 +165,7 @@ class StoredResponses(BegunCalls[ResponseRecord]):
             raise FieldError(
                 f"the response is {answer['status']}; one that has ended can't be cancelled",
                 param=None,
+                remedy="leave it as it is",
             )
         return answer
 
@@ -327,7 +328,7 @@ def unknown(response_id: str) -> EngineError:
     return EngineError(
         f"there is no response {shown(response_id)} here: it was not stored, was deleted, is "
         "another tenant's (X-Tenant) or by a model that the key is not for, or ended longer ago "
-        "than its results are kept (bus.results_ttl_s)",
+        "than its results are kept (bus.results_ttl_s); send the call again",
         code="unknown_response",
     )
 

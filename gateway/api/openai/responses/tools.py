@@ -209,7 +209,11 @@ def _walk(
                 inner = f"{where}.tools[{number}]"
                 each = convert_part(each, dict[str, Any], inner)
                 if each.get("type") == "namespace":
-                    raise field_error(inner, ": a namespace has no namespaces within")
+                    raise field_error(
+                        inner,
+                        ": a namespace has no namespaces within",
+                        remedy="list its tools at the top",
+                    )
                 yield inner, each, space.name, space.description
         elif not is_built_in(tool.get("type")):
             yield where, tool, None, None

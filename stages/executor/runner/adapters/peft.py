@@ -106,7 +106,7 @@ def check_adapter_id(id: str, model: str) -> None:
     if id == model or not is_adapter_id(id):
         raise AdapterError(
             f"{shown(id)} is no valid id of an adapter: {ADAPTER_ID_RULE}, and not the "
-            "model's name",
+            "model's name; choose another",
             code="invalid_adapter_id",
         )
 
@@ -165,7 +165,11 @@ def adapter_of(
     try:
         checked = _checked(config)
     except msgspec.ValidationError as error:
-        raise AdapterError(f"the adapter's config can't be used: {error}") from None
+        from .....config.wrong_values import told_of
+
+        raise AdapterError(
+            f"in the adapter's config {told_of(error)}", remedy="save the adapter again"
+        ) from None
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, not a tensor")
@@ -187,15 +191,16 @@ def _read_config(folder: Path) -> _Config:
             size = os.fstat(descriptor).st_size
             content = os.pread(descriptor, min(size, _MOST_CONFIG_BYTES + 1), 0)
     except WeightsError as error:
-        raise AdapterError(
-            f"{error.message}; name a folder that PEFT's save_pretrained has written"
-        ) from None
+        raise AdapterError(f"{error.message}, written by PEFT's save_pretrained") from None
     if len(content) > _MOST_CONFIG_BYTES:
         raise _too_large(f"{shown(str(file))} has {size} bytes, and may have {_MOST_CONFIG_BYTES}")
     try:
         return _checked(msgspec.json.decode(content, type=dict[str, Any]))
     except UNREADABLE as error:
-        raise AdapterError(f"{shown(str(file))} can't be used: {shown(str(error))}") from None
+        raise AdapterError(
+            f"{shown(str(file))} can't be used: {shown(str(error))}",
+            remedy="save the adapter again",
+        ) from None
 
 
 def _checked(fields: Mapping[str, Any]) -> _Config:

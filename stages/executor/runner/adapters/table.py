@@ -128,7 +128,9 @@ class AdapterTable:
             self._lay_out(slots)
         except RuntimeError as error:  # torch's, for memory
             raise AdapterError(
-                f"the device has not enough memory for the adapter: {error}", code="out_of_memory"
+                f"the device has not enough memory for the adapter: {error}",
+                code="out_of_memory",
+                remedy="unload one, or lower engine.max_adapters",
             ) from None
 
     def unstage(self, id: str, version: int) -> None:

@@ -164,7 +164,11 @@ class LayerProbe:
             self._refuse(
                 f"layer {index} computes attention by `{min(unknown)}`, which is not known here"
             )
-        if not isinstance(mask, MaskProbe) or not mask.agrees(options.span, self._max_position):
+        try:
+            agrees = isinstance(mask, MaskProbe) and mask.agrees(options.span, self._max_position)
+        except IndexError:
+            self._refuse("its masks are of the call's tokens, such as those of one image")
+        if not agrees:
             self._refuse(
                 f"the mask of layer {index} is neither causal, nor a sliding window, nor in chunks"
             )
@@ -313,7 +317,8 @@ def paged_attention(
     if attention_backend is None or kv_cache is None:
         raise ModelError(
             f"{type(module).__name__} did not get attention_backend and kv_cache: the model does "
-            "not hand keyword arguments down to its attention, or was called past model_forward()"
+            "not hand keyword arguments down to its attention, or was called past model_forward()",
+            remedy="choose another model",
         )
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
     options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)

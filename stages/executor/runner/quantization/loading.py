@@ -403,14 +403,16 @@ def _read(
     try:
         layer = plan.read(owner, stored, (shape[0], shape[1]))
     except ValueError as error:
-        raise ModelError(f"{owner} can't be read: {error}") from None
+        raise ModelError(
+            f"{owner} can't be read: {error}", remedy="copy or download the checkpoint again"
+        ) from None
     if isinstance(layer, Tensor):
         return layer.to(weight.dtype)
     if (layer.form.outputs, layer.form.inputs) != tuple(shape):
         found = [layer.form.outputs, layer.form.inputs]
         raise ModelError(
             f"{owner} has codes {found}, and config.json makes it {list(shape)}; the two are not "
-            "of one model"
+            "of one model; copy or download the folder again"
         )
     if isinstance(layer, LayerCodes):
         layer = CodedLayer(layer.form, pack_plain(layer.form, layer.plain), layer.order)

@@ -381,7 +381,10 @@ def _quantize(layer: str, weight: Tensor, wanted: Wanted) -> tuple[dict[str, Ten
         try:
             plain = round_rows(slab, wanted.rounding)
         except ValueError as error:
-            raise ModelError(f"{layer}.weight can't be quantised: {error}") from None
+            raise ModelError(
+                f"{layer}.weight can't be quantised: {error}",
+                remedy=f"leave it as it is by --ignore {layer}",
+            ) from None
         form = wanted.rounding.form(*slab.shape)
         wide = slab.float()
         squares[0] += (unpack_plain(form, plain) - wide).double().square().sum()

@@ -90,6 +90,13 @@ def parallel_plan(module: Any, *, expert_parallel: bool = False) -> dict[str, St
         if name not in plan and _can_shard(child) and (m := _SHARED_EXPERT.search(name)):
             # Transformers' plans leave them whole.
             plan[name] = Style.ROWS if m[1] == "down" else Style.COLUMNS
+    text = module.config.get_text_config()
+    heads = {text.num_attention_heads, getattr(text, "num_key_value_heads", None)}
+    for name, child in named.items():
+        for weight in child.parameters(recurse=False):
+            # Norms of Cohere, whose plan has none for them.
+            if name not in plan and "norm" in name and weight.ndim == 2 and len(weight) in heads:
+                refuse(module, f"{name} has numbers for each head, which its plan doesn't share")
     for end, usual in (("input", Style.VOCABULARY), ("output", Style.COLUMNS_GATHERED)):
         layer = getattr(module, f"get_{end}_embeddings")()
         found = [name for name, child in named.items() if child is layer]

@@ -313,7 +313,10 @@ def _host_memory(
             return shared, shared.bytes
         memory = zeros((num_slots, size), torch.uint8, torch.device("cpu"), huge=huge)
     except (RuntimeError, OSError) as error:
-        raise ModelError(f"engine.kv_host_bytes can't be allocated: {error}") from None
+        raise ModelError(
+            f"engine.kv_host_bytes can't be allocated: {error}",
+            remedy="lower it, or give the process more memory",
+        ) from None
     array: npt.NDArray[np.uint8] = memory.numpy()
     return None, array
 

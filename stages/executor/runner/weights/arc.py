@@ -73,7 +73,9 @@ def write_arc(
     check_stored(old)
     check_stored(new)
     if old.keys() != new.keys():
-        raise WeightsError("old and new weights have different names")
+        raise WeightsError(
+            "old and new weights have different names", remedy="give two versions of one model"
+        )
     try:
         pairs = {
             name: package.delta_compress(
@@ -82,7 +84,9 @@ def write_arc(
             for name, tensor in old.items()
         }
     except ValueError as error:
-        raise WeightsError(f"the weights don't match: {error}") from None
+        raise WeightsError(
+            f"the weights don't match: {error}", remedy="give two versions of one model"
+        ) from None
     checksums = {name: checksum for name, (_, checksum) in pairs.items()}
     write_tensors(Path(path), {name: data for name, (data, _) in pairs.items()}, checksums)
 

@@ -138,7 +138,9 @@ def check_fits(name: str, tensor: object, own: Tensor | Shard) -> None:
     if not isinstance(tensor, Tensor | NewShard) or tuple(tensor.shape) != tuple(own.shape):
         shape = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
         raise WeightsError(
-            f"the new weights don't fit: {name!r} is {shape}, and the model's is {tuple(own.shape)}"
+            f"the new weights don't fit: {name!r} is {shape}, and the model's is "
+            f"{tuple(own.shape)}",
+            remedy="send those of the same architecture",
         )
     if tensor.dtype.is_floating_point != own.dtype.is_floating_point:
         raise WeightsError(

@@ -65,7 +65,9 @@ def replacing(path: Path) -> Iterator[int]:
         beside.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        raise WeightsError(f"{str(path)!a} can't be written: {error.strerror}") from None
+        raise WeightsError(
+            f"{str(path)!a} can't be written: {error.strerror}", remedy="name another folder"
+        ) from None
     finally:
         beside.unlink(missing_ok=True)
 

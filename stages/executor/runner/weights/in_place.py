@@ -66,7 +66,11 @@ def checksums(manager: WeightSyncManager) -> dict[str, str]:
         WeightsError: Their memory is released; or, as `base_of`, they are held as codes.
     """
     if manager.empty:
-        raise WeightsError("the memory of the weights is released", code="memory_released")
+        raise WeightsError(
+            "the memory of the weights is released",
+            code="memory_released",
+            remedy="resume it before an update",
+        )
     names = sorted({*first_names(manager).values()})
     tensors = ((name, as_bytes(base_of(manager, name))) for name in names)
     return {name: hashlib.sha256(each.cpu().numpy().data).hexdigest() for name, each in tensors}

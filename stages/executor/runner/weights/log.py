@@ -147,7 +147,7 @@ class WeightLog:
         if found != metadata.get("digest") or digest_of_all not in ("", found):
             raise WeightsError(
                 f"version {version} of {shown(str(self.folder / run))} has other weights than were "
-                "in place",
+                "in place; send all weights again",
                 code="weights_delta",
             )
         return state, digests
@@ -166,13 +166,16 @@ class WeightLog:
     def _unlogged(self, version: int, run: str, known: Mapping[int, object]) -> WeightsError:
         if not run:
             return WeightsError(
-                f"there is no log of weights in {shown(str(self.folder))}", code="weights_unlogged"
+                f"there is no log of weights in {shown(str(self.folder))}",
+                code="weights_unlogged",
+                remedy="set engine.weight_log",
             )
         having = f"{min(known)} to {max(known)}" if known else "none"
         return WeightsError(
             f"version {version} is not in the log {shown(str(self.folder / run))}, which has "
             f"{having}; older ones are dropped by engine.weight_log_max_versions and _max_bytes",
             code="weights_unlogged",
+            remedy="name one that it has",
         )
 
 

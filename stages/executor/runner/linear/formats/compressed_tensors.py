@@ -186,7 +186,8 @@ class CompressedTensors(CheckpointFormat):
                     return scheme.weights
         raise ModelError(
             f"{name} is stored quantised, and no target in config_groups of quantization_config "
-            "in config.json matches it; the two are not of one checkpoint"
+            "in config.json matches it; the two are not of one checkpoint",
+            remedy="copy or download the folder again",
         )
 
 

@@ -99,7 +99,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
     except re.error as error:
         raise ModelError(
             f"quantization_config in config.json: dynamic has the pattern {pattern!r}, which is no "
-            f"regular expression: {error}"
+            f"regular expression: {error}; copy or convert the checkpoint again"
         ) from None
 
 

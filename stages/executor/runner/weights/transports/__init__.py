@@ -68,7 +68,7 @@ def fetch(
             raise WeightsError(
                 "new weights are a state dict, a WeightDelta, FolderWeights(path), "
                 "SharedWeights(...).source or WeightsGroup(...).broadcast(...).source, not "
-                f"{type(source).__name__}"
+                f"{type(source).__name__}; pass one of these"
             )
 
 

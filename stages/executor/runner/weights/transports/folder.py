@@ -125,7 +125,10 @@ def _laid_out(path: str, limits: WeightLimits) -> list[tuple[Path, _Layout]]:
         names = [meta.name for meta in layout.metas]
         if twice := file_of.keys() & set(names):
             name = shown(min(twice))
-            raise WeightsError(f"{_named(file)} has {name}, which is also in another file")
+            raise WeightsError(
+                f"{_named(file)} has {name}, which is also in another file",
+                remedy="write each tensor once",
+            )
         file_of |= dict.fromkeys(names, file.name)
         num_bytes += layout.num_bytes
         found.append((file, layout))
@@ -160,7 +163,10 @@ def readable(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         file = error.filename or path
-        raise WeightsError(f"{_named(file)} can't be read: {error.strerror}") from None
+        raise WeightsError(
+            f"{_named(file)} can't be read: {error.strerror}",
+            remedy="name one that the executor may read",
+        ) from None
 
 
 def _named(path: Path | str | bytes) -> str:
@@ -180,7 +186,7 @@ def _files(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, str
     limits.check_tensors(len(files))  # each has at least one
     if not files:
         raise WeightsError(
-            f"there is no .safetensors file in {_named(place)}; save_pretrained writes one"
+            f"there is no .safetensors file in {_named(place)}; write one by save_pretrained()"
         )
     return sorted(files), {}
 

@@ -78,7 +78,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     digits = port.isascii() and port.isdigit() and len(port) <= 5
     if not host or not digits or int(port) > 65535:
-        raise WeightsError(f"a group's address is host:port, not {shown(address)}")
+        raise WeightsError(f"a group's address is host:port, not {shown(address)}; give one")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -99,6 +99,7 @@ def await_port(address: str, deadline: float, stop: threading.Event) -> None:
                 raise WeightsError(
                     f"no group is at {shown(address)}: {error.strerror or error}",
                     code="weights_timeout",
+                    remedy="start the trainer's rank 0 first, or raise timeout_s",
                 ) from None
         stop.wait(0.05)
     raise was_left()
@@ -106,7 +107,7 @@ def await_port(address: str, deadline: float, stop: threading.Event) -> None:
 
 def was_left() -> WeightsError:
     """Return the error for a group that was left while others waited for it."""
-    return WeightsError("the group was left", code="weights_interrupted")
+    return WeightsError("the group was left; join it again", code="weights_interrupted")
 
 
 def time_left(deadline: float) -> timedelta:
@@ -117,7 +118,11 @@ def time_left(deadline: float) -> timedelta:
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
-        raise WeightsError("the other ranks sent nothing for too long", code="weights_timeout")
+        raise WeightsError(
+            "the other ranks sent nothing for too long",
+            code="weights_timeout",
+            remedy="join again, and send all weights",
+        )
     # In milliseconds, torch's unit, and at least one: 0 means no limit.
     return timedelta(milliseconds=max(round(1000 * seconds), 1))
 
@@ -447,7 +452,10 @@ class Member:
         try:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         except RuntimeError:
-            raise WeightsError(f"there is no memory for {size} bytes of new weights") from None
+            raise WeightsError(
+                f"there is no memory for {size} bytes of new weights",
+                remedy="free some, or send smaller buckets",
+            ) from None
 
 
 # --- the trainer's side -------------------------------------------------------------------------

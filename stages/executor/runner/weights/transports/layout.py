@@ -151,11 +151,16 @@ def read_file(file: int, start: int, size: int) -> Tensor:
     try:
         data = torch.empty(size, dtype=torch.uint8)
     except RuntimeError:
-        raise WeightsError(f"there is no memory for {size} bytes of new weights") from None
+        raise WeightsError(
+            f"there is no memory for {size} bytes of new weights",
+            remedy="free some, or send fewer at a time",
+        ) from None
     rest = memoryview(data.numpy().data)
     while rest:
         count = os.preadv(file, [rest], start + size - len(rest))
         if not count:
-            raise WeightsError("the weights were cut off while they were read")
+            raise WeightsError(
+                "the weights were cut off while they were read", remedy="write or send them again"
+            )
         rest = rest[count:]
     return data

@@ -142,9 +142,11 @@ def read_shared_memory_each(
     come."""
     sizes = sizes_of(source.tensors, limits)
     if len(source.places) != len(sizes):
-        raise WeightsError(f"{len(sizes)} tensors have {len(source.places)} places")
+        raise WeightsError(
+            f"{len(sizes)} tensors have {len(source.places)} places", remedy="give one for each"
+        )
     if len(set(source.segments)) < len(source.segments):
-        raise WeightsError("a segment is named twice")
+        raise WeightsError("a segment is named twice; name each once")
     held: dict[int, list[tuple[TensorMeta, int, int]]] = {}
     try:
         room = [_size_of(name) for name in unhurried(source.segments)]
@@ -158,7 +160,9 @@ def read_shared_memory_each(
             for meta, size, offset in unhurried(members):
                 take(meta.name, as_tensor(data[offset : offset + size], meta))
     except OSError as error:
-        raise WeightsError(f"shared memory can't be read: {error.strerror}") from None
+        raise WeightsError(
+            f"shared memory can't be read: {error.strerror}", remedy="share them anew"
+        ) from None
 
 
 def _size_of(name: str) -> int:
@@ -248,10 +252,11 @@ def _check_place(meta: TensorMeta, size: int, place: tuple[int, int], room: list
     segment, offset = place
     name = shown(meta.name)
     if not 0 <= segment < len(room):
-        raise WeightsError(f"{name} is in segment {shown(segment)} of {len(room)}")
+        raise WeightsError(f"{name} is in segment {shown(segment)} of {len(room)}; share them anew")
     if offset < 0 or offset + size > room[segment]:
         raise WeightsError(
-            f"{name} is at {shown(offset)} to {shown(offset + size)} of {room[segment]} bytes"
+            f"{name} is at {shown(offset)} to {shown(offset + size)} of {room[segment]} bytes",
+            remedy="share them anew",
         )
     if offset % dtype_of(meta).itemsize:
-        raise WeightsError(f"{name} is at {offset}, where no {meta.dtype} begins")
+        raise WeightsError(f"{name} is at {offset}, where no {meta.dtype} begins; share them anew")

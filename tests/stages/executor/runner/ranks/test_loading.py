@@ -86,6 +86,8 @@ def test_models_without_a_usable_plan_are_refused(
         assert "its plan has the style 'sequence_parallel', which is not supported" in message
     message = refusal(tmp_path / "llama", 2, expert_parallel=2)
     assert message.endswith("or it has none; set engine.expert_parallel to 1")
+    with pytest.raises(ModelError, match=r"q_norm has numbers for each head, which its plan"):
+        parallel_plan(make_model("cohere", use_qk_norm=True))
 
 
 def test_the_dtype_is_the_checkpoint_s(tmp_path: Path) -> None:

@@ -35,7 +35,13 @@ class Line(NamedTuple):
 
 
 class LineFormat(Protocol):
-    """Reads and writes lines in the form of one interface."""
+    """Reads and writes lines in the form of one interface.
+
+    Attributes:
+        headers: Headers of each line's call.
+    """
+
+    headers: tuple[tuple[bytes, bytes], ...]
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         """Return a line of the input file."""
@@ -59,6 +65,8 @@ class _OpenAILine(msgspec.Struct):
 
 class OpenAILines:
     """OpenAI's: `{"custom_id", "method", "url", "body"}`."""
+
+    headers = ()
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         found, refused = _decoded(text, _OpenAILine, "custom_id, method, url and body")
@@ -101,6 +109,8 @@ class _AnthropicLine(msgspec.Struct):
 
 class AnthropicLines:
     """Anthropic's: `{"custom_id", "params"}`. All results are in one file."""
+
+    headers = ((b"anthropic-version", b"2023-06-01"),)
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         found, refused = _decoded(text, _AnthropicLine, "custom_id and params")

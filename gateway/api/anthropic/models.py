@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import Meta
-
-from ....config import shown
 from ...call import Call
 from ...caller import Caller
-from ...server.http import FieldError, JsonResponse, Response, convert, field_error
+from ...server.http import JsonResponse, Response
 from ..routes import PolicyRoute, RouteFor
 from .errors import MODELS, has_version, named
+from .pages import paged
 from .requests import check_version
 
 Card = dict[str, Any]
 """A model's card in OpenAI's form, with `id`, `created` and `max_model_len`."""
-
-
-class _Page(msgspec.Struct, frozen=True):
-    """The page of a query; Anthropic's default and limit."""
-
-    limit: Annotated[int, Meta(ge=1, le=1000)] = 20
-    after_id: str = ""
-    before_id: str = ""
 
 
 def model_routes(
@@ -41,8 +30,8 @@ def model_routes(
 
     async def listed(call: Call) -> Response:
         check_version(call)
-        page = _read_page(call)
-        return named(call, JsonResponse(_listed(await cards(call.caller), page)))
+        page = paged([_told(each) for each in await cards(call.caller)], call)
+        return named(call, JsonResponse(page))
 
     async def model(call: Call) -> Response:
         check_version(call)
@@ -54,6 +43,7 @@ def model_routes(
     ]
 
 
+<<<<<<< HEAD
 def _read_page(call: Call) -> _Page:
     """Raises FieldError."""
     given: dict[str, Any] = dict(call.query)
@@ -97,6 +87,8 @@ def _place(ids: Sequence[str], id: str, param: str) -> int:
     return ids.index(id)
 
 
+=======
+>>>>>>> batches
 def _told(card: Card) -> dict[str, Any]:
     created = datetime.fromtimestamp(card["created"], UTC)
     return {

@@ -43,52 +43,6 @@ def model_routes(
     ]
 
 
-<<<<<<< HEAD
-def _read_page(call: Call) -> _Page:
-    """Raises FieldError."""
-    given: dict[str, Any] = dict(call.query)
-    limit = given.get("limit", "")
-    if limit.isascii() and limit.isdecimal() and len(limit) < 9:
-        given["limit"] = int(limit)
-    return convert(given, _Page)
-
-
-def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
-    """Return a page of models.
-
-    Raises:
-        FieldError: The page's first or last model does not exist.
-    """
-    ids = [card["id"] for card in cards]
-    if page.after_id and page.before_id:
-        raise FieldError("after_id and before_id are both there; give one", param="before_id")
-    if page.before_id:
-        end = _place(ids, page.before_id, "before_id")
-        first = max(0, end - page.limit)
-    else:
-        first = _place(ids, page.after_id, "after_id") + 1 if page.after_id else 0
-        end = first + page.limit
-    chosen = cards[first:end]
-    return {
-        "data": [_told(card) for card in chosen],
-        "has_more": first > 0 if page.before_id else end < len(ids),
-        "first_id": chosen[0]["id"] if chosen else None,
-        "last_id": chosen[-1]["id"] if chosen else None,
-    }
-
-
-def _place(ids: Sequence[str], id: str, param: str) -> int:
-    if id not in ids:
-        raise field_error(
-            param,
-            f"is {shown(id)}, and there is no such model",
-            remedy="list them by GET /v1/models",
-        )
-    return ids.index(id)
-
-
-=======
->>>>>>> batches
 def _told(card: Card) -> dict[str, Any]:
     created = datetime.fromtimestamp(card["created"], UTC)
     return {

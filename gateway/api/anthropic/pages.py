@@ -50,7 +50,7 @@ def _read(call: Call) -> _Page:
     limit = given.get("limit", "")
     if limit.isascii() and limit.isdecimal() and len(limit) < 9:
         given["limit"] = int(limit)
-    return convert(given, _Page, "the query")
+    return convert(given, _Page)
 
 
 def _place(ids: Sequence[str], id: str, param: str) -> int:

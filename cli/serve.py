@@ -190,9 +190,9 @@ def gateway(
 
     It has the interface that RL trainers expect of an SGLang server (docs/gateway.md):
 
-        nano-inference gateway --bus redis://127.0.0.1:6379 --port 30000
+        nano-inference gateway --bus redis://127.0.0.1:6379
 
-        curl 127.0.0.1:30000/generate -d '{"text": "98 + 25 ="}' -H 'content-type: application/json'
+        curl 127.0.0.1:8000/generate -d '{"text": "98 + 25 ="}' -H 'content-type: application/json'
 
     Give it the pipeline's model and settings, for its metadata and the tokenizer. On Ctrl-C or
     SIGTERM it stops being ready and finishes calls in flight, within `pipeline.drain_timeout_s`; a

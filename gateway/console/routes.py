@@ -12,7 +12,16 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from ...config import Config, ModelError, RequestError, shown
+from ...config import (
+    BUNDLED_MODEL,
+    BUNDLED_VISION_MODEL,
+    Config,
+    ConfigError,
+    ModelError,
+    RequestError,
+    shown,
+)
+from ...config.models import default_of
 from ..api.routes import PolicyRoute
 from ..call import Call
 from ..caller import Caller
@@ -62,7 +71,8 @@ def console_routes(
                 "several_models": several,
                 "stall_timeout_s": config.pipeline.stall_timeout_s,
                 "resume_grace_s": config.gateway.resume_grace_s,
-                "images": await _with_images(models(), caller),
+                "default_model": default_of(config.models) or config.engine.model_name,
+                "models": await _abilities(models(), caller),
             }
         )
 
@@ -143,14 +153,26 @@ def _number(call: Call, name: str, default: int) -> int:
     return int(text)
 
 
-async def _with_images(models: Sequence[Services], caller: Caller) -> list[str]:
-    """Return the models that take images, of those whose tokenizer can be read."""
+async def _abilities(models: Sequence[Services], caller: Caller) -> list[dict[str, Any]]:
+    """Return what the playground needs to know of each model: whether it is bundled, and, where its
+    tokenizer can be read, whether it takes images, conversations and tools."""
     found = []
     for each in models:
-        with suppress(ModelError):
-            if (await each.tokenizer.get()).images is not None:
-                found.append(each.config.engine.model_name)
-    return found if caller.models is None else [each for each in found if each in caller.models]
+        engine = each.config.engine
+        if caller.models is not None and engine.model_name not in caller.models:
+            continue
+        able: dict[str, Any] = {
+            "id": engine.model_name,
+            "bundled": engine.model_path in (BUNDLED_MODEL, BUNDLED_VISION_MODEL),
+        }
+        with suppress(ModelError, RequestError, ConfigError):
+            tokenizer = await each.tokenizer.required()
+            able["images"] = tokenizer.images is not None
+            able["chat"] = bool(tokenizer.transformers.chat_template)
+            form = await each.tokenizer.message_format() if able["chat"] else None
+            able["tools"] = form is not None and form.reads_calls
+        found.append(able)
+    return found
 
 
 async def _tokenizer(found: LoggedRequest, models: Sequence[Services]) -> Tokenizer | None:

@@ -49,7 +49,7 @@ At = Annotated[
 def replay(
     options: Options,
     id: Annotated[
-        str, argument("ID"Of a request, entry, call or trace; with --file default: all.")
+        str, argument("ID", "Of a request, entry, call or trace; with --file default: all.")
     ] = "",
     file: File = None,
     at: At = None,

@@ -302,7 +302,9 @@ def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
         )
     # msgspec's message contains client input, and ends with the position.
     if isinstance(error, msgspec.ValidationError):
-        return Malformed(named_id(tree), "invalid_request", cut_middle(str(error)))
+        from ..config.wrong_values import told_of
+
+        return Malformed(named_id(tree), "invalid_request", told_of(error, "", tree))
     return Malformed(named_id(tree), "malformed", cut_middle(f"the request can't be read: {error}"))
 
 

@@ -41,7 +41,6 @@ from .quoting import cut_middle as cut_middle
 from .quoting import field_name as field_name
 from .quoting import line_safe as line_safe
 from .quoting import shown as shown
-from .quoting import told_of as told_of
 from .ray import RayConfig as RayConfig
 from .redact import REDIS_SCHEMES as REDIS_SCHEMES
 from .redact import redact as redact

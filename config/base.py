@@ -97,9 +97,10 @@ class Section(Settings, frozen=True):
                 value = msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
                 shown = f"{self.SECTION}.{field.name}" if self.SECTION else field.name
+                from .wrong_values import told_of
+
                 names = ", ".join(_names_in(field.type))
-                hint = f"; choose from {names}" if names else ""
-                raise ConfigError(f"{shown}: {error}{hint}") from None
+                raise ConfigError(told_of(error, shown, values=names)) from None
             msgspec.structs.force_setattr(self, field.name, value)
             if isinstance(value, int | float):
                 for range in get_args(field.type)[1:]:

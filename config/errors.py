@@ -22,6 +22,7 @@ class NanoInferenceError(Exception):
     """
 
     code = "internal_error"
+    retry_after_s: float | None = None
 
     def __init__(
         self,

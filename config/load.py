@@ -31,6 +31,8 @@ API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
 
 _IN_FILE = "_file"
 
+_MOST_LISTED = 30
+
 _NEAR = 0.6
 """Lowest similarity of a suggested name, which is difflib's default. Below it the list of names
 helps more.
@@ -78,7 +80,12 @@ def load_config(
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {error}") from None
+        from .wrong_values import place_of, told_of, values_at
+
+        # A text may be a secret.
+        given = None if "`str" in str(error) else tree
+        values = ", ".join(map(repr, values_at(Config, place_of(error))))
+        raise ConfigError(told_of(error, found=given, values=values)) from None
 
 
 def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
@@ -229,8 +236,8 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str], *, listed: bool = True) -> str:
-    """Return the end of a sentence about an unknown name: the nearest known name, or, if `listed`,
-    all of them.
+    """Return the end of a sentence about an unknown name: the nearest known name, or, if `listed`
+    and few, all of them.
 
     Empty if none are known. Only short names are compared, since that takes quadratic time.
     """
@@ -239,4 +246,4 @@ def nearest(name: str, known: Iterable[str], *, listed: bool = True) -> str:
     matches = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR) if short else []
     if matches:
         return f"; did you mean {matches[0]!r}?"
-    return f"; known: {', '.join(names)}" if names and listed else ""
+    return f"; known: {', '.join(names)}" if listed and 0 < len(names) <= _MOST_LISTED else ""

@@ -6,8 +6,6 @@ message, log line or answer of unbounded size.
 
 from __future__ import annotations
 
-import re
-
 MOST_SHOWN = 80
 """Limit on characters of one value."""
 
@@ -15,11 +13,6 @@ MOST_TEXT = 2000
 """Limit on characters of a whole message."""
 
 _LINE_ENDS = tuple((chr(end).encode(), b"\\u%04x" % end) for end in (0x85, 0x2028, 0x2029))
-
-# The name ends before msgspec's position, or at the end; it may itself contain such text.
-_UNKNOWN_FIELD = re.compile(
-    r"unknown field `(.*?)`(?= - at `\$[\w.\[\]]{0,200}`\Z|\Z)", re.DOTALL | re.ASCII
-)
 
 
 def line_safe(encoded: bytes) -> bytes:
@@ -65,12 +58,6 @@ def is_unicode(text: str) -> bool:
 def field_name(name: str) -> str:
     """Return a plausible field name unchanged, any other cut and quoted."""
     return name if name.isascii() and name.isidentifier() and len(name) <= 80 else shown(name)
-
-
-def told_of(error: Exception) -> str:
-    """Return msgspec's message about a wrong value; an unknown field's name in it is quoted by
-    `field_name`."""
-    return _UNKNOWN_FIELD.sub(lambda name: f"unknown field `{field_name(name[1])}`", str(error))
 
 
 def cut(text: str, most: int = MOST_TEXT) -> str:

@@ -109,9 +109,12 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
             # Without the value, which may be a password in the wrong place.
+            scheme, is_url, _ = self.url.partition("://")
             raise ConfigError(
-                "bus.url has another scheme, or none; it must be 'memory' or a URL that starts "
-                "with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+                f"bus.url has {f'the scheme {scheme!r:.40}' if is_url else 'no scheme'}",
+                "it must be 'memory' or a URL that starts with redis://, rediss://, unix://, "
+                "redis+sentinel:// or redis+cluster://",
+                "write redis://HOST:PORT",
             )
         self.require(
             "prefix",
@@ -414,7 +417,9 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert(tree, Config)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"models: {model.id!r}: bad setting: {error}") from None
+            from .wrong_values import told_of
+
+            raise ConfigError(f"models: {model.id!r}: {told_of(error)}") from None
         except ConfigError as error:
             raise ConfigError(f"models: {model.id!r}: {error.message}") from None
 

@@ -18,7 +18,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from ..config import RequestError, shown, told_of
+from ..config import RequestError, shown
+from ..config.wrong_values import told_of
 from .parameters import MEMORY_PARAMS, byte_count, check_tensor_parameters, memory_of, memory_params
 from .tensors import (
     DTYPES,
@@ -471,7 +472,7 @@ def _read(head: memoryview) -> _Request:
     try:
         return msgspec.convert(read, _Request)
     except msgspec.ValidationError as error:
-        raise RequestError(f"the body: {told_of(error)}") from None
+        raise RequestError(told_of(error, "", read)) from None
 
 
 def _tensors(

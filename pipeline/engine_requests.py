@@ -285,7 +285,7 @@ class UnfinishedRequests(dict[str, Unfinished]):
 
 
 def make_request(
-    prompt: Prompt,
+    prompt: Prompt | ChatPrompt,
     params: SamplingParams | None = None,
     num_samples: int = 1,
     embed: EmbedParams | None = None,
@@ -310,12 +310,17 @@ def make_request(
         sampling = _checked(params or SamplingParams(), SamplingParams)
         embed = None if embed is None else _checked(embed, EmbedParams)
     except (msgspec.ValidationError, TypeError) as error:
+        from ..config.wrong_values import told_of
+
         name = "sampling_params" if embed is None else "parameters"
-        raise RequestError(f"bad {name}: {error}") from None
+        raise RequestError(told_of(error, name)) from None
     try:
         kv_session = None if kv_session is None else _checked(kv_session, KVSession)
     except (msgspec.ValidationError, TypeError) as error:
-        raise ArgumentError(f"bad kv_session: {error}", code="invalid_kv_session") from None
+        from ..config.wrong_values import told_of
+
+        message = told_of(error, "kv_session")
+        raise ArgumentError(message, code="invalid_kv_session") from None
     if prediction is not None and not isinstance(prediction, str):
         rule, code = "a prediction is text or token ids", "invalid_prediction"
         prediction = token_ids_of(prediction, rule, code, code)

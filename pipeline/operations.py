@@ -32,6 +32,7 @@ from ..config import (
     parse_value,
     shown,
 )
+from ..config.wrong_values import told_of
 from .client import BusClient
 from .digest import Digest, RunDigest, VersionDigests
 from .models import served_names
@@ -192,7 +193,7 @@ def changed(config: FairnessConfig, changes: Sequence[str]) -> FairnessConfig:
     try:
         return msgspec.convert(tree, FairnessConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {error}") from None
+        raise ConfigError(told_of(error, "fairness", tree)) from None
 
 
 def _of_lane(by_lane: Mapping[str, T], lane: str | None) -> dict[str, T]:

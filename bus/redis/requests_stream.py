@@ -344,15 +344,13 @@ class RequestsStream:
                     await self._make_group()
                 elif is_transient(error):
                     self._drain_first = failed = True
-                    get_logger().warning(
-                        "bus.retrying", what="requests", error=type(error).__name__
-                    )
+                    self._server.lost(error, "requests")
                 else:
                     raise self._server.explain(error) from None
                 await backoff.wait()
                 continue
             if failed:
-                self._server.reconnects += 1
+                self._server.answered_again()
             failed = False
             backoff.reset()
             answered = self._answered

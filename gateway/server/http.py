@@ -29,13 +29,14 @@ from ...config import (
     RequestError,
     WeightsError,
     line_safe,
+    nearest,
     shown,
-    told_of,
 )
 from ...config import FieldError as FieldError
 from ...config import field_error as field_error
 from ...config.error_codes import statuses
 from ...config.logger import get_logger
+from ...config.wrong_values import place_of, told_of, values_at
 from ...telemetry import now_ns
 from ..call import CLIENT_LEFT, Account, Call, ClientLeft, never, no_time
 
@@ -49,12 +50,6 @@ MOST_CONTAINERS = 500_000
 _SENT_BYTES = 1 << 18
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-
-# The path of a value in msgspec's messages.
-_PLACE = re.compile(r"`\$\.?([^`]+)`$")
-
-_KEY = "at `key` in `$`"
-"""In its messages about a key of an object."""
 
 # Keys of a scope's state.
 ARRIVED, UNREAD = "arrived_ns", "unread_ns"
@@ -188,9 +183,13 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
         call = call_of(request.scope)
         if isinstance(error, HTTPException):
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-            message = f"{request.method} {shown(request.url.path)}: {error.detail}"
-            if methods := (error.headers or {}).get("Allow"):
-                message += f"; call it by {methods}"
+            path, methods = request.url.path, (error.headers or {}).get("Allow")
+            message = f"{request.method} {shown(path)}: {error.detail}"
+            if methods:
+                message = f"{shown(path)} is not for {request.method}; call it by {methods}"
+            elif code == "not_found":
+                paths = {getattr(route, "path", "") for route in request.app.routes}
+                message = f"there is nothing at {shown(path)}{nearest(path, paths, listed=False)}"
             response = respond(call, RequestError(message, code=code or "http_error"))
             response.status_code = error.status_code
             response.headers.update(error.headers or {})
@@ -393,7 +392,7 @@ def _containers(body: bytes) -> int:
     return body.count(b"[") + body.count(b"{")
 
 
-def convert(found: Any, kind: type[T], what: str = "the body") -> T:
+def convert(found: Any, kind: type[T], what: str = "") -> T:
     """Convert a value to a struct or another type.
 
     Raises:
@@ -402,15 +401,11 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
     try:
         return msgspec.convert(found, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        param = place[1] if place else None
-        message = told_of(error)
-        if isinstance(found, dict) and message.startswith("Expected `int`") and _KEY in message:
-            # msgspec names no key; JSON's keys are texts.
-            keys = [key for key in found if not str(key).removeprefix("-").isdecimal()]
-            if keys:
-                message = f"the key {shown(keys[0])} has to be a whole number"
-        raise FieldError(f"{what}: {message}", param=param) from None
+        place = place_of(error)
+        values = ", ".join(map(repr, values_at(kind, place)))
+        raise FieldError(
+            told_of(error, what, found, values), param=place.removesuffix("[...]") or None
+        ) from None
 
 
 @asynccontextmanager

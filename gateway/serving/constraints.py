@@ -9,7 +9,7 @@ import msgspec
 
 from ...config import Constraint, field_name, shown
 from ..server.http import FieldError, field_error
-from .fields import convert_part, read_part
+from .fields import convert_part, note_field, read_part
 
 # The place of the schema: OpenAI's chats nest it, its responses and Anthropic's outputs don't.
 _NESTED = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}'
@@ -106,7 +106,7 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
     if not asked:
         return None
     if len(asked) > 1:
-        raise field_error(param, f"asks for {shown(sorted(asked))}; give one of them")
+        raise field_error(param, f"asks for {' and '.join(sorted(asked))!s:.80}; give one of them")
     ((name, value),) = asked.items()
     where = f"{param}.{field_name(name)}"
     if name not in _STRUCTURED:
@@ -138,7 +138,10 @@ def the_one(found: Mapping[str, Constraint | None]) -> Constraint | None:
             f"{' and '.join(given)} both say what the answer has to be; give one of them",
             param=next(iter(given)),
         )
-    return next(iter(given.values()), None)
+    for name, constraint in given.items():
+        note_field("constraint", name)
+        return constraint
+    return None
 
 
 def _check_schema(found: object, param: str, form: str) -> None:

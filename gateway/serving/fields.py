@@ -21,7 +21,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from ...config import MAX_INT64, field_name, nearest, told_of
+from ...bus.public import ErrorInfo
+from ...config import MAX_INT64, field_name, nearest
+from ...config.wrong_values import place_of, told_of
 from ..call import MOST_IGNORED, Call
 from ..server.http import FieldError, convert
 
@@ -47,6 +49,7 @@ class _Ignored(NamedTuple):
 
 
 _IGNORED: ContextVar[_Ignored] = ContextVar("_IGNORED")
+_NOTED: ContextVar[dict[str, str]] = ContextVar("_NOTED")
 
 
 def collect_ignored(
@@ -70,6 +73,23 @@ def ignore(param: str) -> None:
     # One more than are shown. A body may have any number.
     if found is not None and len(found.fields) <= MOST_IGNORED:
         found.fields[_INDEX.sub("[]", param)] = None
+
+
+def note_field(own: str, path: str) -> None:
+    """Note the path of a field in the call's body, for the engine's refusals, which have its `own`
+    name."""
+    _NOTED.set({**_NOTED.get({}), own: path})
+
+
+def in_words_of_body(error: ErrorInfo) -> tuple[str, str | None]:
+    """Return an error's message with the field's path in this task's body, and that path."""
+    own, message = error.code.removeprefix("invalid_"), error.message
+    path = _NOTED.get({}).get(own) if own != error.code else None
+    if path is None:
+        return message, None
+    if message.startswith(f"{own} "):
+        return f"{path}{message.removeprefix(own)}", path
+    return f"{path}: {message}", path
 
 
 class RefusedField(NamedTuple):
@@ -126,7 +146,7 @@ def convert_part(given: Any, kind: type[T], where: str) -> T:
         FieldError: invalid_request.
     """
     try:
-        return convert(given, kind, where or "the body")
+        return convert(given, kind, where)
     except FieldError as error:
         raise FieldError(error.message, param=_path(where, error.param or "") or None) from None
 
@@ -234,5 +254,4 @@ def read_query(call: Call, kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind, strict=False, str_keys=True)
     except msgspec.ValidationError as error:
-        place = str(error).rpartition("`$.")[2].removesuffix("`")
-        raise FieldError(f"the query: {told_of(error)}", param=place or None) from None
+        raise FieldError(told_of(error, "", given), param=place_of(error) or None) from None

@@ -248,21 +248,16 @@ def about_tools(reading: Reading | None) -> Iterator[None]:
     except NanoInferenceError as error:
         if error.code != "invalid_constraint" or reading is None or not reading.tools:
             raise
-        message = _about_one(error.message, reading)
-        raise FieldError(message, param="tools", code=error.code) from None
-
-
-def _about_one(message: str, reading: Reading) -> str:
-    """Return a message about a rule with a tool's arguments as one about this tool; others
-    unchanged."""
-    found = _OF_ARGUMENTS.search(message)
-    if found is None:
-        return message
-    tool = reading.tools[int(found["place"])]
-    advice = f"; {IGNORING}" if IGNORING in message else ""
-    return (
-        f"the parameters of the tool {shown(tool.name)} can't be enforced: {found['why']}{advice}"
-    )
+        found = _OF_ARGUMENTS.search(error.message)
+        if found is None:
+            raise FieldError(error.message, param="tools", code=error.code) from None
+        tool = reading.tools[int(found["place"])]
+        raise field_error(
+            tool.where or "tools",
+            f": the parameters of the tool {shown(tool.name)} can't be enforced: {found['why']}",
+            remedy=IGNORING if IGNORING in error.message else "correct it, or leave the tool out",
+            code=error.code,
+        ) from None
 
 
 def _with_readable_reasoning(

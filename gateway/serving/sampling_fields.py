@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from ...config import Int64, SamplingParams
 from ...config.sampling import TYPES, names_in
-from .constraints import of_structured_outputs
-from .fields import Body, RefusedField, convert_part, read_part
+from .constraints import of_structured_outputs, the_one
+from .fields import Body, RefusedField, convert_part, note_field, read_part
 
 VLLM, SGLANG, ANTHROPIC = names_in("vllm"), names_in("sglang"), names_in("anthropic")
 """The parameters of an interface: its names, each with that of `SamplingParams`."""
@@ -90,7 +90,8 @@ def read_sampling_params(
         FieldError: A parameter is unknown, unsupported, or of the wrong type.
     """
     fields = read_part(given, SamplingBody, where)
-    constraint = of_structured_outputs(fields.structured_outputs, f"{where}.structured_outputs")
+    path = f"{where}.structured_outputs"
+    constraint = the_one({path: of_structured_outputs(fields.structured_outputs, path)})
     sampling = read_sampling(given, VLLM, where, max_tokens=max_tokens, constraint=constraint)
     return fields, sampling
 
@@ -112,6 +113,7 @@ def read_sampling(
         value = given.get(name)
         if value is not None:
             path = f"{where}.{name}" if where else name
+            note_field(own, path)
             others[own] = _adjusted(own, convert_part(value, _BODY_TYPES[own], path))
     return replace(_DEFAULTS, **others)
 

@@ -40,6 +40,7 @@ from ..server.measures import Measures
 from .capacity import Capacity
 from .chain import PolicyChain
 from .durable_calls import Attachment
+from .fields import in_words_of_body
 from .lane_state import DRAINING, ModelLength, Readiness
 from .request_ids import concerns, ids_of, name_of
 from .request_log import RequestLog
@@ -526,9 +527,11 @@ def _check(completion: Completion) -> None:
     """Raises EngineError unless a request is done or cancelled."""
     error = completion.error
     if error is not None and completion.status != "cancelled":
+        message, param = in_words_of_body(error)
         raise EngineError(
-            error.message,
+            message,
             code=error.code,
+            param=param,
             retry_after_s=error.retry_after_s,
             completion=completion,
         )

@@ -141,6 +141,7 @@ class Server:
         """Args: the URL, and this process's name in CLIENT LIST."""
         self.name = redact(url)
         self.reconnects = 0
+        self._failures = 0
         self._client_name = client_name
         self._known_commands: dict[str, Any] = {}
         try:
@@ -239,6 +240,19 @@ class Server:
             options["socket_keepalive"] = True
         return options
 
+    def lost(self, error: Exception, what: str) -> None:
+        """Note a command that the server did not answer; the first of an outage is logged."""
+        self._failures += 1
+        if self._failures == 1:
+            get_logger().warning("bus.retrying", what=what, error=str(self.explain(error)))
+
+    def answered_again(self) -> None:
+        """Note a command that was answered after failures; the first after an outage is logged."""
+        self.reconnects += 1
+        if self._failures:
+            get_logger().info("bus.recovered", failures=self._failures)
+        self._failures = 0
+
     def explain(self, error: Exception) -> BusError:
         """Convert an error to a sentence that says what to change, without the password; the
         message is without address and user, too."""
@@ -250,8 +264,7 @@ class Server:
                 )
             return BusError(
                 "the bus refused the credentials of this process; its log says more",
-                detail=f"Redis at {self.name} refused the credentials ({error}); "
-                "correct user and password in bus.url",
+                detail=f"Redis at {self.name} refused user or password; correct them in bus.url",
             )
         if isinstance(error, exceptions.BusyLoadingError):
             return BusError(
@@ -501,21 +514,19 @@ async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]
         BusError: The server refuses the command itself.
     """
     backoff = Backoff()
-    failures = 0
+    failed = False
     while True:
         try:
             result = await attempt()
         except (exceptions.RedisError, OSError) as error:
-            failures += 1
             if not is_transient(error):
                 raise server.explain(error) from None
-            if failures == 1:
-                get_logger().warning("bus.retrying", what=what, error=str(server.explain(error)))
+            server.lost(error, what)
+            failed = True
             await backoff.wait()
         else:
-            if failures:
-                server.reconnects += 1
-                get_logger().info("bus.recovered", what=what, failures=failures)
+            if failed:
+                server.answered_again()
             return result
 
 

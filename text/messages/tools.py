@@ -31,6 +31,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
         strict: Whether a call's arguments are always valid by that schema.
         grammar: A grammar in Lark's form of the only argument, which is a text; "" for any text.
             Only a strict tool may have one, that `may_have_grammar`.
+        where: The path of `parameters` in the call's body, for errors about them.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = msgspec.field(default_factory=_no_arguments)
     strict: bool = False
     grammar: str = ""
+    where: str = ""
 
     def as_templates_read(self) -> dict[str, Any]:
         """Return the tool in OpenAI's form, for chat templates."""
@@ -117,7 +119,7 @@ def tools_of(given: Iterable[tuple[str, Tool]], schema: str = "parameters") -> t
         if _is_deep(tool.parameters):
             param = f"{where}.{schema}"
             raise field_error(param, f"is nested more than {_DEEPEST} deep; make it flatter")
-        found[tool.name] = tool
+        found[tool.name] = msgspec.structs.replace(tool, where=f"{where}.{schema}")
     return tuple(found.values())
 
 

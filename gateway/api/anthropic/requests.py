@@ -46,10 +46,9 @@ def read_messages(body: Body) -> MessagesBody:
     if fields.max_tokens < 1:
         raise field_error("max_tokens", f"is {shown(fields.max_tokens)}; it must be at least 1")
     check_thinking(fields)
-    if (budget_of(fields) or 0) >= fields.max_tokens:
-        raise field_error(
-            "thinking.budget_tokens", "must be less than max_tokens, of which they are a part"
-        )
+    if (budget := budget_of(fields) or 0) >= fields.max_tokens:
+        limit = f"it must be less than max_tokens ({fields.max_tokens}), of which it is a part"
+        raise field_error("thinking.budget_tokens", f"is {budget}", limit)
     return fields
 
 

@@ -86,7 +86,8 @@ def use_of(body: CountBody, changes: Sequence[ToolChange]) -> ToolUse:
         for change in changes
         if change.definition is not None
     ]
-    tools_of(((each.where, each.tool) for each in declared), schema="input_schema")
+    checked = tools_of(((each.where, each.tool) for each in declared), schema="input_schema")
+    declared = [each._replace(tool=tool) for each, tool in zip(declared, checked, strict=True)]
     choice = body.tool_choice
     named = choice.name if choice is not None and choice.type == "tool" else ""
     tools = _offered(declared, changes, named, all_at_once=searched)

@@ -13,6 +13,7 @@ from ....text.conversation import check_results
 from ....text.messages import Tool, ToolUse, tool_of, tools_of
 from ...server.http import field_error
 from ...serving.chat_templates import Conversation, Reasoning, Turn
+from ...serving.constraints import the_one
 from ...serving.fields import Body, engine_priority, ignore, read_part
 from ...serving.images import content_of, image_part, of_base64, text_part
 from ...serving.model_names import adapter_of
@@ -124,13 +125,14 @@ def _with_window(given: Body, last_n: int | None) -> Body:
 
 
 def _constraint(format: str | dict[str, Any] | None) -> Constraint | None:
+    found = None
     if isinstance(format, dict):
-        return Constraint(json_schema=format)
-    if format == "json":
-        return Constraint(json_object=True)
-    if format:
+        found = Constraint(json_schema=format)
+    elif format == "json":
+        found = Constraint(json_object=True)
+    elif format:
         raise field_error("format", f"is {shown(format)}; it may be 'json' or a JSON schema")
-    return None
+    return the_one({"format": found})
 
 
 # --- conversations --------------------------------------------------------------------------------

@@ -53,8 +53,9 @@ def as_openai(error: NanoInferenceError, call: CallName) -> NanoInferenceError:
     param = error.param or _param(error.code, call)
     if param is None:
         return error
+    own, rest = error.code.removeprefix("invalid_"), error.message
     return FieldError(
-        error.message,
+        f"{param}{rest.removeprefix(own)}" if rest.startswith(f"{own} ") else rest,
         param=param,
         code=_CODES.get(error.code, error.code),
         retry_after_s=error.retry_after_s,

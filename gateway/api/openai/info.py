@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ....bus.weights import InFlight
-from ....config import AdapterError
+from ....config import AdapterError, shown
 from ...call import Call
 from ...caller import Caller, check_allowed, shown_path
 from ...server.http import (
@@ -111,10 +111,10 @@ class ModelInfoCalls:
             raise FieldError("give tokens, a list of token ids", param="tokens")
         tokenizer = await self._tokenizer.required()
         most = len(tokenizer.transformers) - 1
-        if any(not 0 <= token_id <= most for token_id in body.tokens):
+        if wrong := [each for each in body.tokens if not 0 <= each <= most]:
             raise field_error(
                 "tokens",
-                f"holds an id that is none; the tokenizer's are 0 to {most}; send only those",
+                f"holds {shown(wrong[0])}; it must be ids of the tokenizer, 0 to {most}",
                 code="invalid_token_ids",
             )
         text = await self._tokenizer.beside(

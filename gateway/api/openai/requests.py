@@ -15,7 +15,7 @@ from ...server.http import FieldError, field_error
 from ...serving.chat_templates import check_template
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
 from ...serving.durable_calls import CallHead, DurableRecord
-from ...serving.fields import Body, engine_priority, ignore, read_part
+from ...serving.fields import Body, engine_priority, ignore, note_field, read_part
 from ...serving.images import ImageSource
 from ...serving.model_names import adapter_of
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
@@ -253,10 +253,10 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
     if fields.top_logprobs and not fields.logprobs:
         raise field_error("top_logprobs", "takes logprobs: true")
     # Both hold. Admission lowers it to what the model's length leaves.
-    limits = [
-        each for each in (fields.max_tokens, fields.max_completion_tokens) if each is not None
-    ]
-    max_tokens = min(limits, default=None)
+    names = ("max_tokens", "max_completion_tokens")
+    limits = [(each, name) for name in names if (each := getattr(fields, name)) is not None]
+    max_tokens, name = min(limits, default=(None, names[0]))
+    note_field(names[0], name)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     sampling = _text_sampling(
         body,
@@ -429,7 +429,9 @@ def _text_sampling(
             "response_format": of_response_format(response_format, "response_format")
             if response_format
             else None,
-            "guided_*": of_structured_outputs(guided, "guided"),
+            next(
+                (f"guided_{name}" for name, each in guided.items() if each is not None), ""
+            ): of_structured_outputs(guided, "guided"),
         }
     )
     sampling = read_sampling(

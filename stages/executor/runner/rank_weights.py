@@ -141,7 +141,7 @@ def _raise_first(replies: list[CallReply]) -> None:
     failed = [reply for reply in replies if reply.error]
     own = [reply for reply in failed if reply.code not in _CONSEQUENCES]
     for reply in own or failed:
-        raise WeightsError(reply.error, code=reply.code or None)
+        raise WeightsError(reply.error, code=reply.code)
 
 
 class RankReceiver:

@@ -165,8 +165,10 @@ def adapter_of(
     try:
         checked = _checked(config)
     except msgspec.ValidationError as error:
+        from .....config.wrong_values import told_of
+
         raise AdapterError(
-            f"the adapter's config can't be used: {error}", remedy="save the adapter again"
+            f"in the adapter's config {told_of(error)}", remedy="save the adapter again"
         ) from None
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -189,9 +191,7 @@ def _read_config(folder: Path) -> _Config:
             size = os.fstat(descriptor).st_size
             content = os.pread(descriptor, min(size, _MOST_CONFIG_BYTES + 1), 0)
     except WeightsError as error:
-        raise AdapterError(
-            f"{error.message}; name a folder that PEFT's save_pretrained has written"
-        ) from None
+        raise AdapterError(f"{error.message}, written by PEFT's save_pretrained") from None
     if len(content) > _MOST_CONFIG_BYTES:
         raise _too_large(f"{shown(str(file))} has {size} bytes, and may have {_MOST_CONFIG_BYTES}")
     try:

@@ -292,4 +292,4 @@ def _check(replies: Sequence[Reply]) -> None:
     """Raises ModelError for the first error."""
     for rank, reply in enumerate(replies, 1):
         if reply.error:
-            raise ModelError(f"{reply.error} (rank {rank})", code=reply.code or None)
+            raise ModelError(f"{reply.error} (rank {rank})", code=reply.code)

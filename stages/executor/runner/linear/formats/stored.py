@@ -127,8 +127,10 @@ def settings_of(config: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(present, kind)
     except msgspec.ValidationError as error:
+        from ......config.wrong_values import told_of
+
         raise ModelError(
-            f"quantization_config in config.json is wrong: {error}",
+            f"in config.json {told_of(error, 'quantization_config', present)}",
             remedy="copy or convert the checkpoint again",
         ) from error
 

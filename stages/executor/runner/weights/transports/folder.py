@@ -165,7 +165,7 @@ def readable(path: str) -> Iterator[None]:
         file = error.filename or path
         raise WeightsError(
             f"{_named(file)} can't be read: {error.strerror}",
-            remedy="make it readable for the executor's user",
+            remedy="name one that the executor may read",
         ) from None
 
 

@@ -3,7 +3,8 @@
 # make soak   run the tests that gain by it at their full length, which takes long
 # make soak HOURS=6, MINUTES=10    run a whole deployment under mixed load for so long (docs/soak.md)
 # make simulate SEEDS=0..999, SEED=17 TRACE=1   run the engine in simulated time (docs/simulation.md)
-# make check  format, lint, types, layers
+# make check  format, lint, types, layers, links and anchors of the documents
+# make site   write the documents as a site with search to build/site
 # make docs   write the tables of docs/models.md from a run of the parity tests
 # make proto  write kserve/inference.binpb from inference.proto
 # make bench  measure the engine beside Transformers, and what each part costs
@@ -20,8 +21,10 @@ PARALLEL ?= --numprocesses 4 --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE := 1
 # Images for containers tend to set it; without bytecode every process compiles us anew.
 unexport PYTHONDONTWRITEBYTECODE
+# An advertisement at each build.
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test test-fast soak simulate check docs proto bench clean
+.PHONY: demo test test-fast soak simulate check site docs proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/nano-inference demo
@@ -49,6 +52,10 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror stages/executor/runner/kernels/*.[ch]
+	$(BIN)/mkdocs build --quiet
+
+site: $(STAMP)
+	$(BIN)/mkdocs build --quiet
 
 docs: $(STAMP)
 	$(BIN)/python -m pytest tests/stages/executor/test_parity.py --write-docs

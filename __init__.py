@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .config.errors import RequestError as RequestError
     from .config.errors import WeightsError as WeightsError
     from .gateway.gateway import Gateway as Gateway
+    from .pipeline.async_engine import AsyncEngine as AsyncEngine
+    from .pipeline.async_engine import RequestOutput as RequestOutput
     from .pipeline.chat_renderer import ChatPrompt as ChatPrompt
     from .pipeline.chat_renderer import ChatRenderer as ChatRenderer
     from .pipeline.client import BusClient as BusClient
@@ -77,6 +79,7 @@ _NAMES = {
         SchedulerConfig WeightsError load_config
     """,
     ".gateway.gateway": "Gateway",
+    ".pipeline.async_engine": "AsyncEngine RequestOutput",
     ".pipeline.chat_renderer": "ChatPrompt ChatRenderer",
     ".pipeline.client": "BusClient",
     ".pipeline.digest": "digest digests",

@@ -25,6 +25,7 @@ DOCUMENTS = tuple(
     for name in (
         "README.md",
         "benchmarks/README.md",
+        "docs/comparison.md",
         "docs/kv-tiers.md",
         "docs/operations.md",
         "docs/quantization.md",
@@ -41,6 +42,7 @@ PEERS = {
     "llamacpp": "llama.cpp",
     "transformers": "Transformers `generate`",
     "generate_batch": "`generate_batch`",
+    "vllm": "vLLM, on the CPU",
 }
 
 FIGURES = {
@@ -382,7 +384,7 @@ def rank_memory(name: str) -> str:
     return markdown(["GB of each rank", *kinds], body)
 
 
-# --- README.md ------------------------------------------------------------------------------------
+# --- README.md, docs/comparison.md ----------------------------------------------------------------
 
 
 def medians(name: str, figure: str, peers: Sequence[str]) -> list[str]:
@@ -391,7 +393,26 @@ def medians(name: str, figure: str, peers: Sequence[str]) -> list[str]:
     return [short(statistics.median(by_engine[engine])) for engine in ("ours", *peers)]
 
 
+FIVE = (0, 1, 2, 4, 6)
+"""The rows of the README."""
+
+
+def five() -> str:
+    rows = measured_rows()
+    return markdown(BESIDE, [rows[number] for number in FIVE])
+
+
 def measured() -> str:
+    return markdown(
+        BESIDE, [[cell.replace("(docs/", "(") for cell in row] for row in measured_rows()]
+    )
+
+
+BESIDE = ("", "nano-inference", "beside it")
+
+
+def measured_rows() -> list[list[str]]:
+    """Return the figures beside those of others, with links from the root."""
     variants = result("pipeline-2-cpu-cores")["variants"]
     streamed = variants["Redis, five processes, chunks"]
     padded = variants["Transformers, padded batch"]
@@ -408,7 +429,7 @@ def measured() -> str:
     lost = sum(found[name] for name in ("lost", "duplicated", "gaps", "mismatched"))
     days = result("chaos-days")["deployments"].values()
     kinds = [kind for day in days for kind in day["kinds"].values()]
-    body = [
+    return [
         [
             "bundled model, 128 requests, five processes over Redis, streamed",
             f"{streamed['tokens_per_s']:,.0f} tokens/s",
@@ -442,7 +463,30 @@ def measured() -> str:
             "[each kind's recovery](docs/soak.md#bad-days)",
         ],
     ]
-    return markdown(["", "nano-inference", "beside it"], body)
+
+
+LARGE = {
+    "step": "1 sequence, ms per token",
+    "step, 4": "4 sequences, ms per step",
+    "prefill": "prefill of 128 tokens, ms",
+    "loads_s": "loading, s",
+}
+
+
+def large() -> str:
+    found = result("large-L-Q4_0-2-cpu-cores")
+    every = [found["turns"], *found["earlier_turns"]]
+    body = [
+        [
+            words,
+            *(
+                short(statistics.median(turn[key] for turns in every for turn in turns[engine]))
+                for engine in ("ours", "llamacpp")
+            ),
+        ]
+        for key, words in LARGE.items()
+    ]
+    return markdown(["", "nano-inference", "llama.cpp"], body)
 
 
 def peers_of(times: Sequence[str]) -> str:
@@ -522,7 +566,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": partial(all_reduce, "ranks-2-cpu-cores"),
     "rank-steps": partial(rank_steps, "ranks-2-cpu-cores"),
     "rank-memory": partial(rank_memory, "ranks-memory"),
+    "five": five,
     "measured": measured,
+    "beside-vllm": partial(engines_of, ["run-quantized-S-2-cpu-cores-vllm"], "near", ("vllm",)),
+    "beside-llamacpp": large,
     "formats": formats,
     "quantized-grpo": quantized_grpo,
 }

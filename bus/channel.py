@@ -314,7 +314,7 @@ class ResultStreams(Protocol):
         """Return the terminal messages of the last `within_s` seconds before the newest one, oldest
         first.
 
-        Includes the newest. In memory only those of requests not followed to the end remain.
+        Includes the newest. In memory those that `recorded` has.
 
         Raises (while iterating):
             BusError: The server refuses the query.

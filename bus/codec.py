@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ..config import SamplingParams, cut, cut_middle, line_safe, shown
+from ..config.quoting import is_unicode
 from ..text.forgiving_base64 import decode_base64
-from .entries import Malformed, is_unicode
+from .entries import Malformed
 from .envelope import Envelope
 from .public import DEFAULT_TENANT, AnyRequest, GenerateRequest, Output
 

@@ -111,12 +111,3 @@ def queued_only(entry: RequestEntry, now_ns: int) -> tuple[Usage, Timings]:
 def budget_of(request: GenerateRequest | Malformed) -> int | None:
     """Return a request's budget in nanoseconds; None without one or if unreadable."""
     return None if isinstance(request, Malformed) else request.budget_ns
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a text has no lone surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

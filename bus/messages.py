@@ -119,6 +119,7 @@ class RequestOpened(Internal, frozen=True):
         parts: Sections of optional parts.
         prompt_logprob_start: Last position of the prompt before those with logprobs.
         num_targets: Targets at positions of the prompt; None if none were given.
+        is_chat: Whether the prompt is a conversation; label of metrics.
     """
 
     request_id: str
@@ -141,6 +142,7 @@ class RequestOpened(Internal, frozen=True):
     parts: Sections = ()
     prompt_logprob_start: int = 0
     num_targets: int | None = None
+    is_chat: bool = False
 
 
 class Prompt(InternalPart, frozen=True, array_like=True):

@@ -161,6 +161,8 @@ class GenerateRequest(
             newest while the sample is generated; None for no limit. docs/rl.md.
         on_version_lag: Beyond that: the sample goes on and is flagged; it ends with the tokens that
             it has; or its tokens are dropped and it begins anew, which takes `stream: false`.
+        is_chat: `prompt` or `prompt_token_ids` is a conversation that the client has rendered: the
+            operation `chat` in traces and metrics. No output depends on it.
     """
 
     request_id: str = ""
@@ -185,6 +187,7 @@ class GenerateRequest(
     session: Session | None = None
     max_version_lag: Int64 | None = None
     on_version_lag: OnVersionLag = "flag"
+    is_chat: bool = False
 
 
 # --- read by clients --------------------------------------------------------------------------

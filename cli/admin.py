@@ -18,7 +18,7 @@ import yaml
 from ..config import ConfigError, PolicyConfig, parse_value
 from ..gateway.caller import SCOPES
 from .clients import ServerClient
-from .connection import connected, run_with, server_of
+from .connection import connected, run_with, running_server, server_of
 from .options import AsJson, Options, argument, group, option, takes, takes_server_options
 from .requests import given
 from .terminal import date, failures_exit, harmless, one_line, print_json, print_table, read_input
@@ -310,14 +310,18 @@ def _run(options: Options, work: Callable[[Admin], Awaitable[T]]) -> T:
 
 @asynccontextmanager
 async def _administration(options: Options) -> AsyncIterator[Admin]:
-    """Connect to the server of --url, or to the backend that `policy.backend` names.
+    """Connect to the server of --url, or to the backend that `policy.backend` names; without both
+    to the newest server that runs here.
 
     Raises:
         NanoInferenceError: It can't be reached, or there is none.
     """
     config = options.client_config()
-    if options.url is not None:
-        async with ServerClient(server_of(options)) as server:
+    found = server_of(options) if options.url is not None else None
+    if found is None and config.policy.backend == "off":
+        found = running_server(options)
+    if found is not None:
+        async with ServerClient(found) as server:
             yield server.administer
         return
     # These imports take time.

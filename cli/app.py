@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,7 +19,7 @@ from ..config import LaneReplaced, NanoInferenceError, shown
 from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
-from . import admin, dlq, models, operations
+from . import admin, dlq, local, models, operations
 from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
@@ -31,14 +32,18 @@ from .replay import digest, replay
 from .run import run
 from .samples import samples
 from .serve import gateway, serve
-from .status import health, status, top
+from .status import health, status
 from .submit import submit
 from .terminal import PROGRAM, complain
+from .top import top
 from .trace import trace
 from .up import down, up
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
+
+PIPE_CLOSED = 128 + signal.SIGPIPE
+"""Exit status when the reader of standard output has ended, as in shells."""
 
 app = typer.Typer(
     name=PROGRAM,
@@ -48,12 +53,20 @@ app = typer.Typer(
 )
 
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    "Look around": {"demo": demo, "doctor": doctor},
+    "Look around": {
+        "demo": demo,
+        "doctor": doctor,
+        "list": local.list_models,
+        "ps": local.ps,
+        "version": local.version,
+    },
     "Start a pipeline": {
         "pull": pull,
         "quantize": quantize,
         "serve": serve,
         "up": up,
+        "stop": local.stop,
+        "logs": local.logs,
         "down": down,
         "run": run,
         "gateway": gateway,
@@ -165,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: success. 1: a request, a check or a stage failed. 2: the command could not run, and a
     sentence on standard error has the reason. 3: another process serves the lane. 130: Ctrl-C.
+    141: the reader of standard output, such as `head`, has ended.
     """
     for stream in (sys.stdout, sys.stderr):
         # A model may write characters that a terminal can't show.
@@ -184,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _cause_of(error: BaseException) -> BaseException:
     """Return the error itself, or of a group the one that decides the exit status."""
     causes = leaves_of(error)
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        return error.__context__  # Typer's answer to it
     for kind in (KeyboardInterrupt, typer.Exit, NanoInferenceError, BrokenPipeError):
         for cause in causes:
             if isinstance(cause, kind):
@@ -203,7 +219,7 @@ def _status_of(error: BaseException) -> int | None:
         case BrokenPipeError():
             # Python flushes standard output again at exit, and would complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
+            return PIPE_CLOSED
         case NanoInferenceError():
             complain(str(error))
             return {StageFailed: 1, LaneReplaced: 3}.get(type(error), 2)
@@ -229,15 +245,10 @@ _BOUNDS = {"greater_than_equal": ("ge", "at least"), "less_than_equal": ("le", "
 
 _OF_OTHERS = {
     "bench": "benchmarks/ has programs that measure",
-    "list": "'nano-inference models' lists them",
-    "logs": "each process logs to its standard error",
-    "ls": "'nano-inference models' lists them",
-    "ps": "'nano-inference status' shows what runs",
+    "ls": "'nano-inference list' lists them",
     "rm": "a pulled model is a folder; delete it",
-    "show": "'nano-inference models' shows them",
+    "show": "'nano-inference list' shows them",
     "start": "'nano-inference serve' or 'up' starts one",
-    "stop": "'nano-inference down' stops what 'up' started, Ctrl-C what 'serve' runs",
-    "version": "it is 'nano-inference --version'",
 }
 """Commands of other programs, each with what does the same here."""
 

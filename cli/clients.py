@@ -13,7 +13,9 @@ import httpx2
 import msgspec
 from msgspec.structs import replace
 
-from ..bus.public import CompletionChunk
+from ..bus import Bus
+from ..bus.codec import decode_output
+from ..bus.public import DEFAULT_TENANT, Completion, CompletionChunk, ErrorInfo, Output
 from ..config import (
     BusError,
     ConfigError,
@@ -27,6 +29,7 @@ from ..config import (
 from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
 from ..pipeline.operations import OPERATIONS
+from ..pipeline.scoring import Request, Submitter
 from ..pipeline.status import PipelineStatus, of_models
 from ..pipeline.token_tree import SessionSample
 from . import connection
@@ -97,11 +100,27 @@ async def client_at(target: Target, model: str | None = None) -> AsyncIterator[C
             yield PipelineClient(client)
 
 
+@asynccontextmanager
+async def submitter_at(target: Target, model: str | None = None) -> AsyncIterator[Submitter]:
+    """Connect to a server or a pipeline, for requests in the form of the bus.
+
+    Raises:
+        NanoInferenceError: Nothing answers.
+    """
+    if isinstance(target, ServerAddress):
+        async with ServerClient(target, model) as server:
+            yield ServerSubmitter(server)
+    else:
+        async with connected(target, model) as client:
+            yield client
+
+
 def run_operation(
     options: Options,
     operation: str,
     arguments: dict[str, Any],
     what: str = "waiting for the pipeline",
+    target: Target | None = None,
 ) -> Any:
     """Run an operation of `OPERATIONS`, and return its result.
 
@@ -110,6 +129,7 @@ def run_operation(
         operation: Its name.
         arguments: By name; None for the default. Paths are those of this machine.
         what: Shown while it takes long.
+        target: The server or the bus; None for that of the options.
 
     Raises:
         NanoInferenceError: It can't be reached, or the operation failed.
@@ -118,7 +138,7 @@ def run_operation(
         name: str(value.absolute()) if isinstance(value, Path) else value
         for name, value in given(arguments).items()
     }
-    target = target_of(options)
+    target = target or target_of(options)
     with waiting(what):
         return run_with(
             client_at(target, options.served), lambda client: client.operate(operation, named)
@@ -191,6 +211,10 @@ class PipelineClient:
             for model in await self._client.models()
             if model.takes_requests
         ]
+
+    async def details(self) -> Sequence[ListedModel | ModelStatus]:
+        """Return all models with their numbers, as far as this client may read them."""
+        return await self._client.models()
 
     async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """Return all models, with as much as this client may read."""
@@ -355,6 +379,28 @@ class ServerClient:
                 remedy="send it again",
             )
 
+    async def outputs(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of a request, which the last one ends. Raises RequestError: it failed,
+        or the connection was lost."""
+        done = False
+        async with self._answer("POST", self.url + path, body, headers) as response:
+            async for event in httpx2.EventSource(response):
+                try:
+                    output = decode_output(event.data.encode())
+                except ValueError:
+                    error = self._decoded(event.data.encode(), _Chunk).error or _Error()
+                    raise RequestError(error.message, code=str(error.code)) from None
+                done = isinstance(output, Completion)
+                yield output
+        if not done:
+            raise RequestError(
+                f"{self.url} ended before its answer did",
+                code="connection_lost",
+                remedy="send it again",
+            )
+
     async def cancel(self, request_id: str) -> None:
         """See PipelineClient."""
         # OpenAI's interface has no such call.
@@ -392,6 +438,12 @@ class ServerClient:
         """See PipelineClient."""
         cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
         return [ListedModel(card.id, card.max_model_len, card.root) for card in cards]
+
+    async def details(self) -> Sequence[ListedModel | ModelStatus]:
+        """See PipelineClient."""
+        with suppress(RequestError):  # the key has no scope for it
+            return (await self._call("GET", self._models(), _List[ModelStatus])).data
+        return await self.models()
 
     async def statuses(self) -> Sequence[ListedModel | ModelStatus]:
         """See PipelineClient."""
@@ -507,6 +559,40 @@ class ServerClient:
 
 
 Client = PipelineClient | ServerClient
+
+
+class ServerSubmitter(Submitter):
+    """Submits requests to a server, in the form and with the outputs that they have on a bus."""
+
+    def __init__(self, server: ServerClient) -> None:
+        self._server = server
+
+    @property
+    def bus(self) -> Bus:  # type: ignore[override]
+        raise ConfigError("a server's bus can't be reached over HTTP; name it with --bus")
+
+    async def publish(self, request: Request | bytes) -> str:
+        """Raises ConfigError: a server ends a request that its client does not await."""
+        raise ConfigError(
+            "a server ends a request whose client does not wait; name its bus with --bus, or send "
+            '`POST /v1/responses` with "background": true'
+        )
+
+    async def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
+        """See Submitter."""
+        body = msgspec.json.decode(request) if isinstance(request, bytes) else request
+        plain: dict[str, Any] = msgspec.to_builtins(body)
+        tenant = plain.get("tenant", DEFAULT_TENANT)
+        headers = {} if tenant == DEFAULT_TENANT else {"X-Tenant": tenant}
+        outputs = self._server.outputs("/requests", plain, headers)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        except RequestError as error:
+            info = ErrorInfo(code=error.code, message=error.message)
+            id = plain.get("request_id", "")
+            yield Completion(request_id=id, entry_id="", status="error", error=info)
 
 
 def of_one_model(found: PipelineStatus, model: str) -> PipelineStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
@@ -11,11 +12,14 @@ from urllib.parse import SplitResult, urlsplit
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
 from ..config import DEFAULT_URL, BusConfig, BusError, Config, ConfigError, shown
 from ..pipeline.client import BusClient
 from ..telemetry import Metrics, setup_metrics, setup_tracing
 from .options import Options
+from .running import Running, found
+from .terminal import complain
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -40,24 +44,77 @@ Target = ServerAddress | Config
 
 
 def target_of(options: Options, *, or_serve: bool = False) -> Target:
-    """Return the server of --url, else the bus of the settings, else the default bus of `up`.
+    """Return the server of --url, else the bus of the settings, else what runs on this machine.
 
-    Logging is set up.
+    Several that run: the newest that serves --model, with a note on standard error. None that runs:
+    the default bus of `up`. Logging is set up.
 
     Args:
         options: The options.
-        or_serve: Whether the default is `serve` on this machine instead.
+        or_serve: Whether a server is preferred to its bus, and the default is that of `serve`.
 
     Raises:
-        ConfigError: There are --url and --bus, or the URL is malformed.
+        ConfigError: There are --url and --bus, or the URL is malformed; or the bus of what runs
+            needs a password.
     """
     if options.url is not None and options.bus is not None:
         raise ConfigError("give --url or --bus, and not both")
     config = options.client_config()
-    unset = or_serve and options.bus is None and options.config().bus.url == "memory"
-    if options.url is not None or unset:
+    if options.url is not None:
         return server_of(options)
-    return config
+    if options.bus is not None or options.config().bus.url != "memory":
+        return config
+    if (running := _newest(options.served)) is None:
+        return server_of(options) if or_serve else config
+    return found_target(running, options, or_serve=or_serve)
+
+
+def found_target(running: Running, options: Options, *, or_serve: bool = False) -> Target:
+    """Return the address of what runs: its bus, if commands reach that, else its server.
+
+    Arguments and errors are those of `target_of`.
+    """
+    by_bus = running.bus is not None and running.command == "up" and not running.secret
+    if running.url is not None and (or_serve or not by_bus):
+        return server_of(replace(options, url=running.url))
+    if running.secret:
+        raise ConfigError(
+            f"the bus of `{running.command}` (process {running.pid}) is {running.bus} with a "
+            "password or options; give its whole URL as NANO_INFERENCE_BUS__URL, or with --bus"
+        )
+    config = options.client_config()
+    bus = {"url": running.bus or config.bus.url, "prefix": running.prefix}
+    return replace(config, bus=replace(config.bus, **bus))
+
+
+def running_server(options: Options) -> ServerAddress | None:
+    """Return the newest server that runs on this machine; None if none does.
+
+    Raises:
+        ConfigError: A pipeline runs, and no server.
+    """
+    if (running := _newest(None, by_http=True)) is not None:
+        return server_of(replace(options, url=running.url))
+    if every := found():
+        raise ConfigError(
+            f"`{every[0].command}` (process {every[0].pid}) has no HTTP; start it with --gateway, "
+            f"or `nano-inference gateway --bus {every[0].bus}` beside it"
+        )
+    return None
+
+
+def _newest(model: str | None, *, by_http: bool = False) -> Running | None:
+    """Return what commands without an address use: the newest that runs, with this model if any
+    has it."""
+    every = [each for each in found() if each.url or not by_http]
+    several = [each for each in every if model in each.models] or every
+    if len(several) > 1:
+        newest = several[0]
+        complain(
+            f"{len(several)} are running; this goes to the newest, {newest.url or newest.bus} "
+            f"(`{newest.command}`, process {newest.pid}); --url or --bus names another"
+        )
+    return several[0] if several else None
 
 
 def server_of(options: Options) -> ServerAddress:
@@ -106,7 +163,7 @@ async def connected(
         ConfigError: The port for the metrics is taken.
         RequestError: unknown_model.
     """
-    instance = f"{name}-{os.getpid()}"
+    instance = f"{name}-{socket.gethostname()}-{os.getpid()}"
     metrics = Metrics()
     if with_metrics:
         metrics = setup_metrics(config.telemetry, instance, without_port=config.gateway.metrics)
@@ -118,11 +175,11 @@ async def connected(
                 await client.bus.ping()
             except BusError as error:
                 raise unreachable(config.bus, error) from None
-        found = client.bus.model if model is None else await client.deployment.find(model)
-        if found == client.bus.model:
+        id = client.bus.model if model is None else await client.deployment.find(model)
+        if id == client.bus.model:
             yield client
         else:
-            async with client.of_model(found) as of_model:
+            async with client.of_model(id) as of_model:
                 yield of_model
     finally:
         await client.aclose()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from contextlib import aclosing, nullcontext
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,10 @@ from ..config import BUNDLED_MODEL, BUNDLED_VISION_MODEL, STAGES, Config, Engine
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
 from . import images
+from .model_files import check_address_space
 from .options import Options, takes
 from .picture import Picture
+from .process import ending_at_once
 from .terminal import complain, cut, one_line, stdout, table, ttft
 from .trace import Waterfall
 
@@ -125,6 +127,7 @@ def demo(options: Options) -> None:
     level = options.log_level or "warning"
     here = replace(options, bus="memory", model=BUNDLED_MODEL, log_level=level)
     config = here.config(**{"pipeline.stages": list(STAGES)})
+    check_address_space(config.engine)
     setup_logging(config.telemetry)
     rows = [Row(*shown) for shown in _SHOWN]
     seen = anyio.run(_demo, config, rows)
@@ -135,13 +138,13 @@ def demo(options: Options) -> None:
 async def _demo(config: Config, rows: list[Row]) -> Completion | None:
     console = stdout()
     loading = f"starting five stages, loading the model {BUNDLED_MODEL!r} …"
-    with console.status(loading) as spinner:
-        async with Pipeline(config) as pipeline:
-            spinner.stop()
-            console.print(f"{len(rows)} requests, published at once on an in-memory bus:\n")
-            began = time.monotonic()
-            await _submit_all(pipeline, rows, console)
-            seconds = time.monotonic() - began
+    async with AsyncExitStack() as stack:
+        with console.status(loading), ending_at_once():
+            pipeline = await stack.enter_async_context(Pipeline(config))
+        console.print(f"{len(rows)} requests, published at once on an in-memory bus:\n")
+        began = time.monotonic()
+        await _submit_all(pipeline, rows, console)
+        seconds = time.monotonic() - began
     console.print()
     _report(console, rows, seconds)
     seen = await _show_picture(console, config)
@@ -245,12 +248,13 @@ async def _show_picture(console: Console, config: Config) -> Completion | None:
         model_path=BUNDLED_VISION_MODEL, device=given.device, dtype=given.dtype, max_batch_size=1
     )
     row = Row("picture", _ABOUT_PICTURE)
-    async with (
-        Pipeline(replace(config, engine=engine)) as pipeline,
-        aclosing(pipeline.submit(request)) as outputs,
-    ):
-        async for output in outputs:
-            row.add(output)
+    with ending_at_once():
+        async with (
+            Pipeline(replace(config, engine=engine)) as pipeline,
+            aclosing(pipeline.submit(request)) as outputs,
+        ):
+            async for output in outputs:
+                row.add(output)
     console.print(f"\n{row.prompt}  →  {row.answers[0]}", soft_wrap=True)
     return row.completion
 

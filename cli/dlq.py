@@ -11,6 +11,7 @@ import typer
 from ..bus.dead_letters import DeadLetter
 from ..config import ConfigError
 from .clients import run_operation
+from .connection import target_of
 from .operations import COMMANDS, Row, command, table
 from .options import AsJson, Options, argument, group, option, takes_status_options
 from .terminal import complain, cut, date, harmless, one_line, print_json
@@ -145,12 +146,13 @@ def _act(
     """Process each of the letters, or none if an id is unknown; return the results by letter."""
     if bool(ids) == everything:
         raise ConfigError(f"give the ids of letters to {verb}, or --all")
-    letters = run_operation(options, "dead_letters", {})
+    target = target_of(options)
+    letters = run_operation(options, "dead_letters", {}, target=target)
     chosen = letters if everything else _chosen(letters, ids or ())
     if everything and chosen and not yes:
         typer.confirm(f"{verb} {len(chosen)} dead letters?", abort=True, err=True)
     found = {"ids": [letter.letter_id for letter in chosen]}
-    done: dict[str, Any] = run_operation(options, f"{verb}_dead_letters", found)
+    done: dict[str, Any] = run_operation(options, f"{verb}_dead_letters", found, target=target)
     return done.items()
 
 

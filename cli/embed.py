@@ -12,8 +12,9 @@ from msgspec.structs import astuple
 
 from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ..config import ConfigError, PoolingKind, RequestError, SamplingParams
-from .connection import connected, run_with
-from .options import Options, argument, option, takes_client_options, takes_model_options
+from .clients import submitter_at
+from .connection import run_with, target_of
+from .options import Options, argument, option, takes_status_options
 from .terminal import print_json, read_input
 from .weight_log import Log, Run, engine_config
 
@@ -28,7 +29,7 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
     error: ErrorInfo | None = None
 
 
-@takes_client_options
+@takes_status_options
 def embed(
     options: Options,
     texts: Annotated[list[str], argument("TEXT...", "Texts; - is a text from each line of input.")],
@@ -54,9 +55,9 @@ def embed(
     if not texts:
         raise ConfigError("there is nothing to embed; give texts, or - for lines of input")
     params = EmbedParams(pooling=pooling or "", normalize=normalize, dimensions=dimensions)
-    like = GenerateRequest(tenant=tenant)
+    like = GenerateRequest(tenant=tenant, model=options.served or "")
     embedded = run_with(
-        connected(options.client_config()),
+        submitter_at(target_of(options)),
         lambda client: client.embed(texts, params, return_errors=True, like=like),
     )
     for index, each in enumerate(embedded):
@@ -88,7 +89,7 @@ class Score(msgspec.Struct, frozen=True):
     weight_version: int
 
 
-@takes_model_options
+@takes_status_options
 def score(
     options: Options,
     file: Annotated[Path, argument("FILE", "One JSON object per line; - is standard input.")],
@@ -131,7 +132,7 @@ def score(
             print_json(Score(line, sample_index, numbers, None, at))
         return
     scored = run_with(
-        connected(options.client_config()),
+        submitter_at(target_of(options)),
         lambda client: client.score(
             prompts, completions, params, like=GenerateRequest(model=options.served or "")
         ),

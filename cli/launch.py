@@ -18,7 +18,7 @@ import typer
 from ..config import API_KEY_VARIABLE, ConfigError, nearest, shown
 from .agents import AGENTS, Agent
 from .clients import client_at
-from .connection import ServerAddress, run_with, server_of
+from .connection import ServerAddress, run_with, running_server, server_of
 from .options import AskedModel, Options, argument, option, takes
 from .terminal import complain
 
@@ -77,7 +77,8 @@ def launch(
     """
     if (agent := AGENTS.get(program)) is None:
         raise ConfigError(f"PROGRAM is {shown(program)}{nearest(program, AGENTS)}")
-    server = server_of(options)
+    named = options.url is not None
+    server = server_of(options) if named else running_server(options) or server_of(options)
     if not printed and shutil.which(agent.command[0]) is None:
         raise ConfigError(f"{agent.command[0]} is not on the PATH; install it: {agent.install}")
     if model is None or not printed:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from ..config import Config, EngineConfig, ModelError, missing_model
+from ..config import Config, ConfigError, EngineConfig, ModelError, missing_model
 from ..text.tokenizer_files import check_vocabulary, has_tokenizer
 
 MODELS = Path("~/.cache/nano-inference/models")
 """Default folder of `pull`."""
+
+CODE_BYTES = 1_500_000_000
+"""Address space of a process with torch and its threads, beside the model; measured."""
 
 State = Literal["ok", "warn", "fail"]
 
@@ -55,6 +59,7 @@ def check_model_files(config: Config, typed: str | None) -> None:
 
     Raises:
         ModelError: Nothing exists at the path, or no model.
+        ConfigError: `ulimit -v` is too small for it.
     """
     if config.models:
         return
@@ -63,6 +68,23 @@ def check_model_files(config: Config, typed: str | None) -> None:
         named = _named(config.engine.model_path, typed)
         raise ModelError(f"{named} {problem}; {missing_model('')}")
     check_vocabulary(config.engine.model_folder)
+    check_address_space(config.engine)
+
+
+def check_address_space(config: EngineConfig) -> None:
+    """Raises ConfigError: `ulimit -v` is too small for code, weights and KV cache."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    folder = config.model_folder
+    files = [folder] if folder.is_file() else folder.glob("*.safetensors")
+    weights = sum(file.stat().st_size for file in files)
+    needed = CODE_BYTES + weights + config.kv_cache_bytes
+    if 0 <= limit < needed:  # RLIM_INFINITY is -1
+        raise ConfigError(
+            f"`ulimit -v` allows {limit / 1e9:.1f} GB of addresses, and this needs "
+            f"{needed / 1e9:.1f} GB: {CODE_BYTES / 1e9:.1f} for code, {weights / 1e9:.1f} for "
+            f"weights, {config.kv_cache_bytes / 1e9:.1f} for engine.kv_cache_bytes; raise the "
+            f"limit by `ulimit -v {needed // 1024 + 1}`, or lower the setting"
+        )
 
 
 def _named(model: str, typed: str | None) -> str:

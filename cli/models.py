@@ -11,11 +11,21 @@ import typer
 
 from ..config import ConfigError, ModelConfig, ModelError, RequestError
 from ..pipeline.models import ModelStatus
-from .clients import Client, ListedModel, client_at
-from .connection import run_with, target_of
+from .clients import Client, ListedModel, Unreachable, client_at
+from .connection import DEFAULT_SERVER, ServerAddress, Target, run_with, target_of
+from .local import print_local_models
 from .options import AsJson, Options, argument, option, takes_server_options
 from .status import duration
-from .terminal import failures_exit, harmless, one_line, print_json, stdout, table, waiting
+from .terminal import (
+    complain,
+    failures_exit,
+    harmless,
+    one_line,
+    print_json,
+    stdout,
+    table,
+    waiting,
+)
 
 T = TypeVar("T")
 
@@ -43,7 +53,8 @@ def models(options: Options, context: typer.Context, as_json: AsJson = False) ->
 
         nano-inference models --bus redis://127.0.0.1:6390
 
-    With --url, a key with the scope "admin" sees all details and may change models:
+    While nothing runs, those on this machine are printed, as by `list`. With --url, a key with the
+    scope "admin" sees all details and may change models:
 
         nano-inference models load code --url http://127.0.0.1:8000
 
@@ -53,7 +64,15 @@ def models(options: Options, context: typer.Context, as_json: AsJson = False) ->
         if as_json or options != Options():
             raise ConfigError(f"give options after `{context.invoked_subcommand}`")
         return
-    found = _run(options, lambda client: client.statuses())
+    target = target_of(options, or_serve=True)
+    try:
+        found = _run_at(target, lambda client: client.statuses())
+    except Unreachable:
+        if target != ServerAddress(DEFAULT_SERVER) or as_json:
+            raise
+        complain("nothing runs; `nano-inference serve NAME` serves one of these")
+        print_local_models()
+        return
     statuses = [model for model in found if isinstance(model, ModelStatus)]
     if as_json:
         print_json(*found)
@@ -124,7 +143,12 @@ def remove(options: Options, name: Name, timeout: Timeout = None, as_json: AsJso
 def _run(
     options: Options, work: Callable[[Client], Awaitable[T]], what: str = "waiting for the server"
 ) -> T:
-    target = target_of(options, or_serve=True)
+    return _run_at(target_of(options, or_serve=True), work, what)
+
+
+def _run_at(
+    target: Target, work: Callable[[Client], Awaitable[T]], what: str = "waiting for the server"
+) -> T:
     with failures_exit((RequestError, ModelError)), waiting(what):
         return run_with(client_at(target), work)
 

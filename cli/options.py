@@ -209,9 +209,6 @@ _CLIENT = ("bus", "config_file", "settings", "log_level")
 takes_client_options = takes(Options, *_CLIENT)
 """For commands that talk to a running pipeline."""
 
-takes_model_options = takes(Options, "served", *_CLIENT)
-"""The same, for one of several models."""
-
 takes_server_options = takes(Options, "url", "api_key", *_CLIENT)
 """For commands that talk to a server or to a pipeline."""
 

@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import FrameType
 from typing import Any, NamedTuple
 
 import anyio
@@ -34,6 +35,8 @@ IDLE_SHARE = 0.1
 WORTH_S = 0.3
 """CPU time since the last garbage collection that makes another one worthwhile."""
 
+_CURSOR_SHOWN = "\r\x1b[K\x1b[?25h"
+
 _READ_AHEAD = 256
 _READ_BYTES = 1 << 16
 
@@ -50,6 +53,40 @@ class StopReason(NamedTuple):
     words: list[bytes]
 
 
+def stop_signals() -> AbstractContextManager[AsyncIterator[signal.Signals]]:
+    """Receive the signals that end a server: SIGTERM, SIGINT, and SIGHUP unless `nohup` is used."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return anyio.open_signal_receiver(
+        signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if hangs_up else ())
+    )
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """While a model is loaded, let Ctrl-C end the process, as SIGTERM does.
+
+    Nothing is in flight yet, and an event loop would receive Ctrl-C after seconds of imports.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            stream.write(_CURSOR_SHOWN)  # a progress bar hides it
+            stream.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 async def until_stopped(
     signals: AsyncIterator[signal.Signals],
     *work: Callable[[], Coroutine[Any, Any, None]],
@@ -57,6 +94,8 @@ async def until_stopped(
     take_over: Callable[[], None] = lambda: None,
 ) -> StopReason:
     """Wait until this process is to stop. After that, a second signal kills at once.
+
+    A second SIGHUP is ignored: a shell and the system both send one when a terminal closes.
 
     Args:
         signals: The first of them ends the wait.

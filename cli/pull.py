@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
+import json
 import os
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,14 +20,16 @@ from typing import Annotated, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import httpx2
+import typer
+from msgspec.structs import replace
 from rich.filesize import decimal
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-from ..config import ConfigError, ModelError, shown
+from ..config import ConfigError, EngineConfig, ModelError, shown
 from ..config.temporary import own
 from .connection import web_address
 from .model_files import MODELS, check_folder
-from .options import argument, option
+from .options import Options, argument, option
 from .terminal import complain, said_lines, stderr, stdout
 
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
@@ -80,6 +84,30 @@ def pull(
     if check.state != "ok":
         complain(f"it may not be a model: {check.found}")
     stdout().print(str(target), soft_wrap=True)
+
+
+def with_pulled(options: Options) -> Options:
+    """Return the options with a model's name replaced by the folder to which it was pulled.
+
+    On a terminal, a model on the hub is pulled first if the user agrees. Paths are unchanged, and
+    names without a folder, which `Options.config` refuses.
+
+    Raises:
+        ModelError: It can't be fetched.
+    """
+    name = options.model
+    if not name or EngineConfig(model_path=name).model_folder.exists():
+        return options
+    folder = (MODELS / name.partition("@")[0].replace("/", "--")).expanduser()
+    if not folder.is_dir():
+        question = f"{name} is not on this machine. Pull it from the hub?"
+        on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+        if not (_HUB.fullmatch(name) and on_terminal and typer.confirm(question, True, err=True)):
+            return options
+        pull(name)
+    named = () if replace(options, model=None).config().engine.model_id else (name,)
+    ids = [f"engine.model_id={json.dumps(each)}" for each in named]
+    return replace(options, model=str(folder), settings=[*ids, *(options.settings or ())])
 
 
 # --- the target ---------------------------------------------------------------------------------

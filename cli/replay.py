@@ -14,24 +14,23 @@ from msgspec.structs import replace
 from ..bus.public import DEFAULT_TENANT, Completion, GenerateRequest
 from ..bus.recipes import has_id
 from ..config import (
-    Config,
     ConfigError,
     EngineConfig,
     NanoInferenceError,
     RequestError,
     shown,
 )
-from ..pipeline.client import BusClient
 from ..pipeline.digest import Digest, RunDigest, VersionDigests, completions_of
+from ..pipeline.operations import is_wanted
 from ..pipeline.replay import PRIORITY, Replay, unknown
 from ..pipeline.rollouts import TrainingSample
-from .clients import ServerClient
-from .connection import ServerAddress, connected, run_with, target_of
-from .options import AsJson, Options, argument, option, takes, takes_model_options
+from ..pipeline.scoring import Submitter
+from .clients import ServerClient, run_operation, submitter_at
+from .connection import ServerAddress, Target, target_of
+from .operations import COMMANDS, Row
+from .options import AsJson, Options, argument, option, takes_status_options
 from .terminal import complain, print_json, print_table, read_input
 from .weight_log import Log, Run, engine_config
-
-_ANY_AGE_S = 1e9
 
 _AT_A_TIME = 32
 
@@ -46,7 +45,7 @@ At = Annotated[
 ]
 
 
-@takes(Options, "url", "api_key", "served", "bus", "config_file", "settings", "log_level")
+@takes_status_options
 def replay(
     options: Options,
     id: Annotated[
@@ -73,7 +72,7 @@ def replay(
         nano-inference replay my-request --log /data/weights
 
     It says whether all is equal; if not, where the results first part, and why as far as that can
-    be known. The record is looked up on the bus, or at a server (--url), or read from --file. It
+    be known. The record is looked up at the server or the bus, or read from --file. It
     runs at low priority on the pipeline; or in this process with --weights, or with --log: under
     the version that made its first token, or --at.
 
@@ -81,22 +80,23 @@ def replay(
     """
     if not id and file is None:
         raise ConfigError("give the id of a request, or records with --file")
-    config = target_of(options)
-    if isinstance(config, ServerAddress):
-        if any(each is not None for each in (file, weights, at, log)):
-            raise ConfigError(
-                "--url replays what the server has; leave out --file, --weights, --at, --log"
-            )
-        _show_answer(asyncio.run(_asked(ServerClient(config), id)), as_json=as_json)
+    target = target_of(options)
+    if isinstance(target, ServerAddress) and (file, weights, at, log) == (None,) * 4:
+        _show_answer(asyncio.run(_asked(ServerClient(target), id)), as_json=as_json)
         return
     like = GenerateRequest(tenant=tenant, priority=PRIORITY)
     differ = failed = 0
-    records = None if file is None else _chosen(_read(file), id)
-    if log is not None:
-        past = engine_config(options, log)
-        results = _replays_of_log(options, config, past, id, records, at, run)
+    if file is not None:
+        records = _chosen(_read(file), id)
     else:
-        results = _replays(options, config, id, records, weights, like, at)
+        records = run_operation(options, "recorded", {"id": id}, target=target)
+    if log is not None:
+        results = _replays_of_log(engine_config(options, log), records, at, run)
+    elif weights is not None:
+        engine = replace(options.config().engine, model_path=str(weights))
+        results = _replays_here(engine, records, at)
+    else:
+        results = iter(asyncio.run(_replays(target, options.served, records, like, at)))
     for result in results:
         if isinstance(result, NanoInferenceError):
             failed += 1
@@ -111,65 +111,49 @@ def replay(
         raise typer.Exit(1 if differ else 2)
 
 
-def _replays(
-    options: Options,
-    config: Config,
-    id: str,
-    records: list[Completion] | None,
-    weights: Path | None,
+def _replays_here(
+    engine: EngineConfig, records: Sequence[Completion], at: int | None
+) -> Iterator[Replay | NanoInferenceError]:
+    """Yield the results by an engine in this process, or their errors."""
+    # Imports torch.
+    from ..pipeline.engine import InferenceEngine
+
+    with InferenceEngine(engine) as own:
+        for record in records:
+            try:
+                yield own.replay(record, at=at)
+            except RequestError as error:
+                yield error
+
+
+async def _replays(
+    target: Target,
+    model: str | None,
+    records: Sequence[Completion],
     like: GenerateRequest,
     at: int | None,
-) -> Iterator[Replay | NanoInferenceError]:
-    """Yield the results of the records, or their errors."""
-    if weights is not None:
-        # Imports torch.
-        from ..pipeline.engine import InferenceEngine
-
-        if records is None:
-            connecting = connected(config, options.served)
-            records = run_with(connecting, lambda client: client.recorded(id))
-        engine = replace(config.engine, model_path=str(weights))
-        with InferenceEngine(engine) as own:
-            for record in records:
-                try:
-                    yield own.replay(record, at=at)
-                except RequestError as error:
-                    yield error
-        return
-
+) -> list[Replay | NanoInferenceError]:
+    """Return the results at a server or a pipeline, or their errors."""
     slots = asyncio.Semaphore(_AT_A_TIME)
 
-    async def run_one(client: BusClient, record: Completion) -> Replay | NanoInferenceError:
+    async def run_one(client: Submitter, record: Completion) -> Replay | NanoInferenceError:
         async with slots:
             try:
                 return await client.replay(record, like=like, at=at)
             except RequestError as error:
                 return error
 
-    async def run() -> list[Replay | NanoInferenceError]:
-        async with connected(config, options.served) as client:
-            found = await client.recorded(id) if records is None else records
-            return await asyncio.gather(*(run_one(client, record) for record in found))
-
-    yield from asyncio.run(run())
+    async with submitter_at(target, model) as client:
+        return await asyncio.gather(*(run_one(client, record) for record in records))
 
 
 def _replays_of_log(
-    options: Options,
-    config: Config,
-    past: EngineConfig,
-    id: str,
-    records: list[Completion] | None,
-    at: int | None,
-    run: str,
+    past: EngineConfig, records: Sequence[Completion], at: int | None, run: str
 ) -> Iterator[Replay | NanoInferenceError]:
     """Yield the results under past versions, which an engine here has one after the other."""
     # Imports torch.
     from ..pipeline.past import engine_at
 
-    if records is None:
-        connecting = connected(config, options.served)
-        records = run_with(connecting, lambda client: client.recorded(id))
     by_version: dict[int, list[Completion]] = {}
     for record in records:
         versions = record.samples[0].weight_versions if record.samples else ()
@@ -290,7 +274,7 @@ def _results_in(line: Any) -> Iterator[Completion | TrainingSample]:
 # --- digest ---------------------------------------------------------------------------------------
 
 
-@takes_model_options
+@takes_status_options
 def digest(
     options: Options,
     ids: Annotated[
@@ -299,7 +283,7 @@ def digest(
     file: File = None,
     last: Annotated[
         float | None,
-        option("--last SECONDS", "Of the bus: only results of these last seconds.", min=0),
+        option("--last SECONDS", "Without --file: only results of these last seconds.", min=0),
     ] = None,
     by_version: Annotated[
         bool, option("--by-version", "One digest for each version of the weights.")
@@ -314,20 +298,23 @@ def digest(
 
     In deterministic mode every run of the same requests with the same ids has the same one,
     whatever the number of lanes and replicas, the order of arrival, caches, speculation, and
-    failures. Results are those of the bus, or of --file: lines of `submit --json`, of
-    `tail --json`, of rollouts (TrainingSample as JSON), or of an audit log with texts.
+    failures. Results are those that the server or the bus has, or of --file: lines of
+    `submit --json`, of `tail --json`, of rollouts (TrainingSample as JSON), or of an audit log
+    with texts. A bus in memory, as that of `serve`, keeps the last 256 results.
 
     With --by-version there is one for each version of the weights, of the results whose oldest
     token it sampled: of each epoch of an asynchronous run.
     """
-    found = VersionDigests() if by_version else Digest()
+    result: Any
     if file is not None:
+        found = VersionDigests() if by_version else Digest()
         for each in completions_of(_read(file)):
-            if _is_wanted(each, ids):
+            if is_wanted(each, ids or ()):
                 found.add(each)
+        result = found.result()
     else:
-        asyncio.run(_add_recorded(found, options.client_config(), options.served, ids, last))
-    result = found.result()
+        operation = "digests" if by_version else "digest"
+        result = run_operation(options, operation, {"ids": ids, "last_s": last})
     if not (result if isinstance(result, dict) else result.results):
         wanted = f" of {', '.join(map(shown, ids))}" if ids else ""
         raise RequestError(
@@ -350,22 +337,4 @@ def _counts(found: RunDigest) -> str:
     return f"{found.results} results{failed}; {found.samples} samples, {found.tokens} tokens"
 
 
-async def _add_recorded(
-    found: Digest | VersionDigests,
-    config: Config,
-    model: str | None,
-    ids: Sequence[str] | None,
-    last: float | None,
-) -> None:
-    age_s = _ANY_AGE_S if last is None else last
-    async with connected(config, model) as client:
-        async for each in client.bus.results.newest(age_s):
-            if _is_wanted(each, ids):
-                found.add(each)
-
-
-def _is_wanted(completion: Completion, ids: Sequence[str] | None) -> bool:
-    if not ids:
-        return True
-    id = completion.request_id or completion.entry_id
-    return any(id.startswith(each[:-1]) if each.endswith("*") else id == each for each in ids)
+COMMANDS += [Row(digest, "digest"), Row(digest, "digests")]

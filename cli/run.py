@@ -19,7 +19,15 @@ from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
 from .model_files import check_model_files
 from .options import Options, Standby, WithParent, option, takes_engine_options
-from .process import DRAIN, drain, forbid_torch, freeze_memory, stdin_lines, until_stopped
+from .process import (
+    DRAIN,
+    drain,
+    forbid_torch,
+    freeze_memory,
+    stdin_lines,
+    stop_signals,
+    until_stopped,
+)
 
 _CONCURRENT_LINES = 256
 
@@ -70,7 +78,7 @@ def run(
 
 
 async def _serve(config: Config, with_parent: bool, standby: bool) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with stop_signals() as signals:
         # It may be restarted while Redis is away; `up` has checked it before the first start.
         async with Pipeline(config, wait_for_bus=with_parent, standby=standby) as pipeline:
             freeze_memory()
@@ -80,7 +88,8 @@ async def _serve(config: Config, with_parent: bool, standby: bool) -> None:
             # SIGTERM often means that the process is replaced. If others have the rest of the
             # stages it exits at once, since a successor takes over its requests.
             alone = set(config.pipeline.stages) == set(STAGES)
-            if alone or reason.signal == signal.SIGINT or DRAIN.strip() in reason.words:
+            by_user = reason.signal in (signal.SIGINT, signal.SIGHUP)
+            if alone or by_user or DRAIN.strip() in reason.words:
                 await drain(pipeline)
             else:
                 get_logger().info("leaving", brief="leaving")
@@ -89,7 +98,7 @@ async def _serve(config: Config, with_parent: bool, standby: bool) -> None:
 async def _filter(config: Config) -> None:
     """Answer the lines of standard input; return when all are answered."""
     limit = anyio.Semaphore(_CONCURRENT_LINES)
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with stop_signals() as signals:
         async with Pipeline(config) as pipeline, anyio.create_task_group() as group:
             group.start_soon(_drain_on_signal, signals, pipeline, group.cancel_scope)
             async with anyio.create_task_group() as answers:

@@ -23,7 +23,7 @@ def samples(
     options: Options,
     session: Annotated[str, argument("SESSION", "Its id in requests.")],
     format: Annotated[
-        SampleFormat, option("--format", "Lines of JSON, or Parquet (extra parquet).")
+        SampleFormat, option("--format", "Lines of JSON, or Parquet (extra batch).")
     ] = "jsonl",
     out: Annotated[
         Path | None, option("--out FILE", "Write to a file instead of standard output.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import json
 import sys
 import time
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ import anyio
 import typer
 from msgspec.structs import replace
 
-from ..config import STAGES, Config, ConfigError, shown
+from ..config import STAGES, Config, ConfigError, redact, shown
 from ..config.logger import get_logger
 from ..config.temporary import sweep
 from ..gateway.gateway import DEFAULT_PORT, Gateway, check_ports
@@ -25,13 +25,17 @@ from .model_files import check_model_files
 from .options import Options, WithParent, option, takes_engine_options, takes_gateway_options
 from .process import (
     drain,
+    ending_at_once,
     forbid_torch,
     freeze_memory,
     import_tokenizers,
     raise_file_limit,
+    stop_signals,
     until_stopped,
 )
+from .pull import with_pulled
 from .requests import given
+from .running import record, registered
 from .terminal import show_loading, stderr
 
 MOST_PORT = 65_535
@@ -44,7 +48,7 @@ GrpcPort = Annotated[
 
 Insecure = Annotated[bool, option("--insecure", "Listen for other machines without keys.")]
 
-# `_announce` prints these to standard output.
+# `announce` prints these to standard output.
 _SAID = ("gateway_listens", "ready")
 
 
@@ -52,10 +56,13 @@ _SAID = ("gateway_listens", "ready")
 def serve(
     options: Options,
     folder: Annotated[
-        str | None, typer.Argument(metavar="FOLDER", help="As --model.", show_default=False)
+        str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)
     ] = None,
     port: Annotated[
-        int | None, port_option("--port PORT", f"For HTTP; default: gateway.port, or {SERVE_PORT}.")
+        int | None,
+        port_option(
+            "--port PORT", f"For HTTP, 0 for a free one; default: gateway.port, or {SERVE_PORT}."
+        ),
     ] = None,
     host: Annotated[str | None, option("--host ADDRESS", "Default: gateway.host.")] = None,
     grpc_port: GrpcPort = None,
@@ -69,6 +76,8 @@ def serve(
 
         nano-inference serve ~/models/Qwen2.5-0.5B-Instruct --port 8000
 
+        nano-inference serve Qwen/Qwen2.5-0.5B-Instruct        (which `pull` has brought)
+
     It has OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
     (docs/kserve.md), with --grpc-port also over gRPC. Without keys (docs/policy.md), every client
     that reaches the port may use all of it, so it listens on this machine only.
@@ -81,6 +90,7 @@ def serve(
         if options.model not in (None, folder):
             raise ConfigError(f"give {shown(folder)} or --model {shown(options.model)}, not both")
         options = replace(options, model=folder)
+    options = with_pulled(options)
     config = options.config(**{"pipeline.stages": list(STAGES)})
     check_model_files(config, options.model)
     config = listening(config, port, SERVE_PORT, host, grpc_port=grpc_port, insecure=insecure)
@@ -92,7 +102,9 @@ def serve(
 
 
 async def _serve(config: Config) -> None:
-    with ExitStack() as until_the_end:
+    with ExitStack() as until_the_end, ExitStack() as until_ready:
+        # Until it is ready there is nothing to drain, and signals end it.
+        until_ready.enter_context(ending_at_once())
         async with (
             # It listens while the model is being loaded: probes are answered, and requests wait.
             Pipeline(
@@ -101,19 +113,18 @@ async def _serve(config: Config) -> None:
             Gateway(pipeline.client, config) as gateway,
         ):
             get_logger().info("gateway_listens", **gateway.places)
-            # Until it is ready there is nothing to drain, and signals end it.
+            until_the_end.enter_context(registered(record("serve", config, gateway.url)))
             async with anyio.create_task_group() as group:
                 replicas = config.pipeline.replicas
                 reports = partial(_reports, pipeline)
                 group.start_soon(show_loading, reports, replicas, stderr())
                 await pipeline.ready()
                 group.cancel_scope.cancel()
+            until_ready.close()
             gateway.warm_up()
-            signals = until_the_end.enter_context(
-                anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
-            )
+            signals = until_the_end.enter_context(stop_signals())
             freeze_memory()
-            _announce(config, gateway)
+            announce(config, gateway.url, gateway.places.get("grpc"))
             await until_stopped(signals, pipeline.failed, gateway.failed)
             end_s = time.monotonic() + config.pipeline.drain_timeout_s
             await gateway.drain(config.pipeline.drain_timeout_s)
@@ -125,20 +136,38 @@ async def _reports(pipeline: Pipeline) -> list[StageReport]:
     return pipeline.stages()
 
 
-def _announce(config: Config, gateway: Gateway) -> None:
-    url, grpc = gateway.url, gateway.places.get("grpc")
-    with_key = config.policy.knows_callers
-    key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
-    console = f"  {url}/console/ in a browser\n\n" if config.gateway.console else ""
-    body = '{"prompt": "98 + 25 =", "temperature": 0}'
+def announce(config: Config, url: str | None, grpc: str | None = None) -> None:
+    """Print the addresses of a pipeline that is ready, and what to try.
+
+    Args:
+        config: Its settings.
+        url: The root of its HTTP interfaces; None without HTTP.
+        grpc: The address of gRPC; None without gRPC.
+    """
+    names = " and ".join(repr(each.id) for each in config.models) or repr(config.engine.model_name)
+    served = f"{names} {'are' if len(config.models) > 1 else 'is'} served"
+    if url is None:
+        text = (
+            f"{served} over {redact(config.bus.url)}. Try it in another terminal:\n\n"
+            '  nano-inference submit "98 + 25 ="\n\n'
+            "  nano-inference top\n\n"
+            f"--gateway {SERVE_PORT} serves it over HTTP, too.\n\n"
+        )
+    else:
+        with_key = config.policy.knows_callers
+        key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
+        body = {"model": config.models[0].id} if config.models else {}
+        asked = json.dumps(body | {"prompt": "98 + 25 =", "temperature": 0})
+        console = f"  {url}/console/ in a browser\n\n" if config.gateway.console else ""
+        text = (
+            f"{served} at {url}, OpenAI's interface at {url}/v1"
+            f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
+            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{asked}'\n\n"
+            f"  nano-inference chat --url {url}/v1\n\n"
+            f"{console}"
+        )
     # The pipe may be closed, or the disk full.
-    LogOutput(sys.stdout, lambda lines: "").write(
-        f"{config.engine.model_name!r} is served at {url}, OpenAI's interface at {url}/v1"
-        f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
-        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
-        f"  nano-inference chat --url {url}/v1\n\n"
-        f"{console}"
-    )
+    LogOutput(sys.stdout, lambda lines: "").write(text)
 
 
 # --- gateway --------------------------------------------------------------------------------------
@@ -149,7 +178,9 @@ def gateway(
     options: Options,
     port: Annotated[
         int | None,
-        port_option("--port PORT", f"For HTTP; default: gateway.port, or {DEFAULT_PORT}."),
+        port_option(
+            "--port PORT", f"For HTTP, 0 for a free one; default: gateway.port, or {DEFAULT_PORT}."
+        ),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
@@ -188,14 +219,14 @@ def listening(
     insecure: bool = False,
 ) -> Config:
     """Return the settings with ports for the gateway: of options, else of settings, else, for
-    HTTP, the default."""
+    HTTP, the default. Port 0 of an option is a free one."""
     fields = {"host": host, "grpc_port": grpc_port, "insecure": insecure or None}
-    fields["port"] = port or config.gateway.port or default
+    fields["port"] = (config.gateway.port or default) if port is None else port
     return replace(config, gateway=replace(config.gateway, **given(fields)))
 
 
 async def _serve_gateway(config: Config, with_parent: bool) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with stop_signals() as signals, ExitStack() as until_the_end:
         async with (
             # It may be restarted while Redis is away; `up` has checked it before the first start.
             connected(
@@ -203,6 +234,8 @@ async def _serve_gateway(config: Config, with_parent: bool) -> None:
             ) as client,
             Gateway(client, config) as running,
         ):
+            if not with_parent:
+                until_the_end.enter_context(registered(record("gateway", config, running.url)))
             freeze_memory()
             places = " and ".join(running.places.values())
             get_logger().info("gateway_listens", brief=f"listening at {places}", **running.places)

@@ -1,27 +1,20 @@
-"""`nano-inference status`, `top` and `health`: the state of a pipeline."""
+"""`nano-inference status` and `health`: the state of a pipeline."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-import sys
-import time
-from collections import defaultdict, deque
 from collections.abc import Mapping
-from functools import partial
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.filesize import decimal
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..bus.times import CAUSES
 from ..config import REPLICATED, STAGES, BusError, ConfigError, nearest, split_role
 from ..pipeline.health import (
     LATE_S,
@@ -42,13 +35,19 @@ from .connection import ServerAddress, Target, connected, run_with, target_of
 from .options import AsJson, Options, option, takes_status_options
 from .terminal import print_json, stdout, table
 
+TIERS = {"host": "in host memory", "disk": "on disk"}
+"""KV tiers below the device, as shown."""
+
+RESPONSE_COUNTS = ("responses", "response_hits", "response_lookups")
+"""Numbers of the response cache in a load."""
+
+TIME = "time_"
+"""Before a cause of time, in a load."""
+
 _SHOWN_LINKS = 3
-_BAR = 30
-_SPARKS = " ▁▂▃▄▅▆▇█"
-_HISTORY = 60
 # Shown by `nano-inference fairness show` and `nano-inference models`, or for programs.
 _SHOWN_ELSEWHERE = frozenset(
-    {"settings", "roles", "received", "expert_owners", "busy_s", "held", *FACTS}
+    {"settings", "tenants", "roles", "received", "expert_owners", "busy_s", "held", *FACTS}
     | {"accounts_since_ns", "busy_ns", "billed_ns"}
 )
 _DETAILS = frozenset(
@@ -56,10 +55,9 @@ _DETAILS = frozenset(
     | {"step_age_s", "token_age_s"}
     | {"preemptions", "yields", "resumes"}
 )
-_TIME = "time_"  # before a cause, in a load
 # Hidden while 0.
 _RARE = frozenset(("recovering", "paused", "handovers"))
-_STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
+STATE_STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
 
 
 @takes_status_options
@@ -186,23 +184,31 @@ def lane_title(lane: LaneHealth) -> str:
     return f"model {lane.model}, lane {lane.lane}" if lane.model else f"lane {lane.lane}"
 
 
+def stage_title(lane: LaneHealth, report: StageReport) -> str:
+    """Return a stage's name, with the role of its replica if it has one."""
+    stage, replica = split_role(report.stage)
+    role = roles_of(lane)[replica] if stage in REPLICATED else "both"
+    return report.stage if role == "both" else f"{report.stage} ({role})"
+
+
+def state_of(report: StageReport) -> str:
+    """Return a stage's state, or that its process is silent, stopped or gone."""
+    if report.process_state in ("stopped", "gone"):
+        return report.process_state
+    return "silent" if report.age_s > LATE_S else report.state
+
+
 def lane_table(lane: LaneHealth, *, verbose: bool = False) -> Table:
     """Return the last reports of a lane's stages; `verbose`: with all numbers."""
     names = ("stage", "state", "for", "process", "heard", "load")
     made = table(*names, right=("for", "heard"), fold=("process", "load"), box=box.SIMPLE_HEAD)
     made.title = Text(lane_title(lane) + (f", epoch {lane.epoch}" if verbose else ""), "bold")
     made.title_justify = "left"
-    roles = roles_of(lane)
     for report in lane.stages.values():
-        stage, replica = split_role(report.stage)
-        role = roles[replica] if stage in REPLICATED else "both"
-        late = report.age_s > LATE_S
-        state: str = "silent" if late else report.state
-        if report.process_state in ("stopped", "gone"):
-            state = report.process_state
+        late, state = report.age_s > LATE_S, state_of(report)
         made.add_row(
-            report.stage if role == "both" else f"{report.stage} ({role})",
-            Text(state, _STYLES.get(state, "bold red")),
+            stage_title(lane, report),
+            Text(state, STATE_STYLES.get(state, "bold red")),
             duration(report.since_s + report.age_s),
             f"{report.pid}@{report.host}",
             Text(f"{report.age_s:.1f} s", "bold red" if late else ""),
@@ -245,8 +251,8 @@ def _load(report: StageReport, *, verbose: bool) -> str:
         counts = (load.pop("drafts", 0), load.pop("draft_tokens"), load.pop("accepted_tokens", 0))
         texts.append(f"drafts: {drafts_line(*counts)}")
     if "responses" in load:
-        texts.append(responses_line(*map(load.pop, _RESPONSE_COUNTS)))
-    if shares := {name: load.pop(name) for name in list(load) if name.startswith(_TIME)}:
+        texts.append(responses_line(*map(load.pop, RESPONSE_COUNTS)))
+    if shares := {name: load.pop(name) for name in list(load) if name.startswith(TIME)}:
         texts.append(f"time: {times_line(shares)}")
     called = {"tokens_per_s": "tokens/s"}
     texts[:0] = [
@@ -263,7 +269,7 @@ def times_line(shares: Mapping[str, Any], most: int = 3) -> str:
         most: Number of causes.
     """
     largest = sorted(shares.items(), key=lambda item: -item[1])[:most]
-    named = ((name.removeprefix(_TIME).replace("_", " "), share) for name, share in largest)
+    named = ((name.removeprefix(TIME).replace("_", " "), share) for name, share in largest)
     return ", ".join(f"{cause} {share / 10:.0f} %" for cause, share in named)
 
 
@@ -286,139 +292,6 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-# --- top ------------------------------------------------------------------------------------------
-
-
-@takes_status_options
-def top(
-    options: Options,
-    once: Annotated[bool, option("--once", "Print one status and exit.")] = False,
-    every_s: Annotated[float, option("--every SECONDS", "The interval.", min=0.1)] = 1.0,
-) -> None:
-    """Watch the stages, queues, batch, tokens per second, first tokens and KV blocks.
-
-    Until Ctrl-C; once if standard output is not a terminal. Every process reports the numbers
-    about once a second, over Redis, or to the server that `serve` runs:
-
-        nano-inference top
-
-        nano-inference top --url http://127.0.0.1:8000
-
-        nano-inference top --once --bus redis://10.0.0.5:6379
-    """
-    target, history = target_of(options), History()
-
-    def look() -> Group:
-        return view(asyncio.run(status_at(target, options.served)), history)
-
-    if once or not sys.stdout.isatty():
-        stdout().print(look())
-        return
-    shown: RenderableType = Text("connecting …", style="dim")
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Live(shown, console=stdout(), screen=True, auto_refresh=False) as live,
-    ):
-        while True:
-            started = time.monotonic()
-            try:
-                shown = look()
-                live.update(shown, refresh=True)
-            except (BusError, Unreachable) as error:
-                trouble = Text(f"{error}; trying again", style="bold red")
-                live.update(Group(trouble, shown), refresh=True)
-            time.sleep(max(0.05, every_s - (time.monotonic() - started)))
-
-
-TIERS = {"host": "in host memory", "disk": "on disk"}
-"""KV tiers below the device, as shown."""
-
-_RESPONSE_COUNTS = ("responses", "response_hits", "response_lookups")
-
-
-class History(defaultdict[str, deque[float]]):
-    """The last tokens per second of each lane."""
-
-    def __init__(self) -> None:
-        super().__init__(partial(deque, maxlen=_HISTORY))
-
-    def add(self, lane: str, rate: float) -> str:
-        """Add a rate; return the last rates as a line of little columns."""
-        rates = self[lane]
-        rates.append(rate)
-        most = max(*rates, 1.0)
-        return "".join(_SPARKS[round(each / most * (len(_SPARKS) - 1))] for each in rates)
-
-
-def view(found: PipelineStatus, history: History) -> Group:
-    """Return a line for the requests, then for each lane its numbers and its stages."""
-    state = Text("ready", "green") if found.ready else Text(f"not ready: {found.reason}", "red")
-    head = Text.assemble(("nano-inference ", "bold"), f"{found.url}   ", state)
-    requests = facts_table(12)
-    dead = Text(f"{found.dead_letters} dead letters", "bold red" if found.dead_letters else "")
-    counts = f"{found.waiting} on the stream, {found.in_flight} taken"
-    requests.add_row("requests", Text(f"{counts}, {found.queue_length} not started, ") + dead)
-    if found.progress.reason:
-        requests.add_row("progress", Text(progress_line(found.progress), "bold red"))
-    parts: list[RenderableType] = [head, requests]
-    for lane in found.lanes:
-        parts += [_numbers(lane, history), lane_table(lane)]
-    return Group(*parts)
-
-
-def _numbers(lane: LaneHealth, history: History) -> Table:
-    stages = ("fairness", "batching", "streaming", "executor")
-    fairness, batching, streaming, executor = (partial(total, lane, stage) for stage in stages)
-    made = facts_table(12)
-    made.columns[1].no_wrap = True
-    rate = streaming("tokens_per_s")
-    sparks = history.add(lane_title(lane), rate)
-    made.add_row("tokens/s", Text.assemble((f"{rate:<10,.0f}", "bold"), (sparks, "green")))
-    p50, p95 = streaming("ttft_ms_p50"), streaming("ttft_ms_p95")
-    made.add_row("first token", f"{p50:,.1f} ms median, {p95:,.1f} ms p95" if p50 else "")
-    shares = {f"{_TIME}{cause}": streaming(f"{_TIME}{cause}") for cause in CAUSES}
-    if any(shares.values()):
-        made.add_row(
-            "time", times_line({name: share for name, share in shares.items() if share}, 5)
-        )
-    running, waiting = batching("running"), batching("waiting")
-    queued = fairness("queued")
-    made.add_row("queue", f"{queued:,.0f} in fairness, {waiting:,.0f} in batching")
-    if others := fairness("other_lanes"):
-        own, elsewhere = fairness("service"), fairness("service_elsewhere")
-        share = own / (own + elsewhere) if own + elsewhere else 0.0
-        made.add_row("service", f"{share:.0%} of that of {others + 1:,.0f} lanes")
-    made.add_row("batch", _bar(running, running + waiting + fairness("credits"), "samples"))
-    if any("draft_tokens" in report.load for report in lane.stages.values()):
-        counts = map(executor, ("drafts", "draft_tokens", "accepted_tokens"))
-        made.add_row("drafts", drafts_line(*counts))
-    if any("responses" in report.load for report in lane.stages.values()):
-        counts = map(partial(total, lane, "admission"), _RESPONSE_COUNTS)
-        made.add_row("responses", responses_line(*counts))
-    blocks = batching("kv_total")
-    made.add_row("KV blocks", _bar(blocks - batching("kv_free"), blocks, "used"))
-    made.add_row("", f"{batching('kv_cached'):,.0f} in the prefix cache")
-    if pinned := batching("kv_pinned"):
-        made.add_row("", f"{pinned:,.0f} pinned by sessions")
-    if most := batching("state_snapshots_total"):
-        made.add_row("states", _bar(batching("state_snapshots"), most, "snapshots"))
-    for tier, where in TIERS.items():
-        if most := batching(f"kv_{tier}_total"):
-            made.add_row("", _bar(batching(f"kv_{tier}"), most, where))
-    return made
-
-
-def _bar(value: float, total: float, what: str) -> Text:
-    share = min(1.0, value / total) if total else 0.0
-    filled = round(share * _BAR)
-    style = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
-    return Text.assemble(
-        ("█" * filled, style),
-        ("░" * (_BAR - filled), "dim"),
-        f" {value:,.0f} of {total:,.0f} {what} ({share:.0%})",
-    )
 
 
 # --- health ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`nano-inference submit`: send requests to a running pipeline and print the answers."""
+"""`nano-inference submit`: send requests to a server or a pipeline and print the answers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import typer
 
 from ..bus.codec import encode_output
 from ..bus.public import AfterTurn, Completion, CompletionChunk
-from ..config import Config, ConfigError, NanoInferenceError
-from .connection import connected
+from ..config import ConfigError, NanoInferenceError
+from .clients import submitter_at
+from .connection import ServerAddress, Target, target_of
 from .images import read_image
-from .options import Options, argument, option, takes, takes_model_options
+from .options import Options, argument, option, takes, takes_status_options
 from .requests import (
     LineReader,
     Submission,
@@ -41,7 +42,7 @@ _CONCURRENT = 64
 _output = partial(option, rich_help_panel="Output")
 
 
-@takes_model_options
+@takes_status_options
 @takes(template)
 def submit(
     options: Options,
@@ -74,7 +75,7 @@ def submit(
     no_wait: Annotated[bool, _output("--no-wait", "Print entry ids, and don't wait.")] = False,
     trace: Annotated[bool, _output("--trace", "Draw the times, on standard error.")] = False,
 ) -> None:
-    """Send requests to a running pipeline and print the answers.
+    """Send requests to a running server or pipeline and print the answers.
 
     One text is answered as it is generated:
 
@@ -113,14 +114,13 @@ def submit(
     template |= given({"n": n, "stream": streams, "model": options.served})
     template |= _session(session, session_ttl_s, session_after) | _fork(fork, at, sample)
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
-    config = options.client_config()
+    target = target_of(options)
+    most = options.config().bus.max_request_bytes
     images = [read_image(path) for path in image or ()]
     if images and (file is not None or texts == ["-"]):
         raise ConfigError("--image takes a text; requests in a file have images of their own")
-    source = _source_of(
-        texts, file, template, config.bus.max_request_bytes, chat=chat, images=images
-    )
-    asyncio.run((_publish if no_wait else _answer)(config, source, printer))
+    source = _source_of(texts, file, template, most, chat=chat, images=images)
+    asyncio.run((_publish if no_wait else _answer)(target, source, printer))
     if printer.failed:
         raise typer.Exit(1)
 
@@ -176,14 +176,14 @@ async def _listed(submissions: list[Submission]) -> AsyncIterator[Submission]:
         yield submission
 
 
-async def _publish(config: Config, source: AsyncIterator[Submission], printer: _Printer) -> None:
+async def _publish(target: Target, source: AsyncIterator[Submission], printer: _Printer) -> None:
     """Send all requests and print their entry ids, in order."""
-    async with connected(config) as client:
+    async with submitter_at(target) as client:
         async for submission in source:
             printer.line(await client.publish(submission.request))
 
 
-async def _answer(config: Config, source: AsyncIterator[Submission], printer: _Printer) -> None:
+async def _answer(target: Target, source: AsyncIterator[Submission], printer: _Printer) -> None:
     """Send all requests, some at a time, and print the answers.
 
     asyncio's task groups cancel a task once, so that it can still cancel its request.
@@ -194,10 +194,11 @@ async def _answer(config: Config, source: AsyncIterator[Submission], printer: _P
 
     def hint() -> None:
         printer.clear()
-        complain(
-            f"waiting: no answer for {PATIENCE_S:.0f} s; is `nano-inference up` running, and is "
-            f"{config.bus.prefix!r} its bus.prefix? See `nano-inference status`"
-        )
+        likely = ""
+        if not isinstance(target, ServerAddress):
+            prefix = target.bus.prefix
+            likely = f" is `nano-inference up` running, and is {prefix!r} its bus.prefix?"
+        complain(f"waiting: no answer for {PATIENCE_S:.0f} s;{likely} see `nano-inference status`")
 
     async def answer(submission: Submission) -> None:
         async with aclosing(client.submit(submission.request)) as outputs:
@@ -208,7 +209,7 @@ async def _answer(config: Config, source: AsyncIterator[Submission], printer: _P
                 else:
                     printer.completion(submission.label, output)
 
-    async with connected(config) as client:
+    async with submitter_at(target) as client:
         patience = asyncio.get_running_loop().call_later(PATIENCE_S, hint)
         try:
             async with asyncio.TaskGroup() as group:

@@ -31,6 +31,7 @@ from ..config import ConfigError, NanoInferenceError, RequestError, line_safe, r
 from ..config.clock import milliseconds
 from ..store.board import StageReport
 from ..telemetry import LogOutput
+from ..telemetry.logs import has_colours
 
 PROGRAM = "nano-inference"
 
@@ -56,7 +57,15 @@ _LOOK_EVERY_S = 0.25
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
 
-stdout = partial(Console, highlight=False, markup=False, emoji=False)
+class _PipedConsole(Console):
+    """A console that raises BrokenPipeError, where Rich's ends the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error that is being handled."""
+        raise
+
+
+stdout = partial(_PipedConsole, highlight=False, markup=False, emoji=False)
 """Makes a console for standard output that reads no markup in prompts and answers."""
 
 stderr = partial(stdout, stderr=True)
@@ -290,6 +299,7 @@ class AnswerWriter:
         self.text = ""
         self._reasoning = ""
         self._on_terminal = sys.stdout.isatty()
+        self._has_colours = has_colours(sys.stdout)
 
     def __enter__(self) -> AnswerWriter:
         return self
@@ -302,7 +312,8 @@ class AnswerWriter:
         """Write a piece of the reasoning, which is no part of the answer: only on a terminal."""
         if self._on_terminal and piece:
             self._reasoning += harmless(piece)
-            self._write(f"{_DIM}{harmless(piece)}{_PLAIN}")
+            shown = harmless(piece)
+            self._write(f"{_DIM}{shown}{_PLAIN}" if self._has_colours else shown)
 
     def write(self, piece: str) -> None:
         """Write the next piece."""

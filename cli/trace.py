@@ -1,4 +1,4 @@
-"""`nano-inference trace`: one request's trace out of a file; waterfalls on a terminal."""
+"""`nano-inference trace`: a request's times, of its record or a trace file; waterfalls."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from ..config.clock import milliseconds
 from ..telemetry import names
 from ..telemetry.trace_page import page
 from ..telemetry.trace_tree import Trace, find_trace, jaeger
-from .options import Options, argument, option, takes
+from .clients import run_operation
+from .operations import COMMANDS, Row
+from .options import Options, argument, option, takes_status_options
 from .terminal import STAGE_STYLES, cut, stderr, stdout, total, ttft
 
 
-@takes(Options, "config_file", "settings")
+@takes_status_options
 def trace(
     options: Options,
     request_id: Annotated[str, argument("REQUEST_ID", "The id of a request, entry or trace.")],
@@ -31,9 +33,16 @@ def trace(
     html: Annotated[Path | None, option("--html FILE", "Write a page for browsers.")] = None,
     jaeger_file: Annotated[Path | None, option("--jaeger FILE", "Write a file for Jaeger.")] = None,
 ) -> None:
-    """Show the time of a request's spans, from a trace file.
+    """Show where the time of a request went.
 
-    A pipeline writes the file if it is set; its processes may share it:
+    Without a file, from the request's record at a server or a pipeline:
+
+        nano-inference submit "98 + 25 =" --json | tail -1
+
+        nano-inference trace 1795185430038-0
+
+    With a trace file, all of its spans. A pipeline writes the file if it is set; its processes may
+    share it:
 
         nano-inference up --set telemetry.trace_file=traces.jsonl
 
@@ -43,19 +52,26 @@ def trace(
 
     The page is self-contained. Jaeger's search page loads the file of --jaeger under "Upload".
     """
-    config = options.config()
-    if file is None and not config.telemetry.trace_file:
-        raise ConfigError(
-            "there is no trace file: give --file, or start the pipeline and this command with "
-            "telemetry.trace_file set"
-        )
-    found = find_trace(file or Path(config.telemetry.trace_file).expanduser(), request_id)
+    traces = options.config().telemetry.trace_file
+    if file is None and (not traces or options.url or options.bus):
+        if html is not None or jaeger_file is not None:
+            raise ConfigError(
+                "--html and --jaeger write the spans of a trace file: give --file, or start the "
+                "pipeline and this command with telemetry.trace_file set"
+            )
+        for each in run_operation(options, "recorded", {"id": request_id}):
+            stdout().print(Waterfall(each))
+        return
+    found = find_trace(file or Path(traces).expanduser(), request_id)
     if html is None and jaeger_file is None:
         stdout().print(TraceView(found))
     if html is not None:
         _write(html, page(found).encode())
     if jaeger_file is not None:
         _write(jaeger_file, msgspec.json.encode(jaeger(found)))
+
+
+COMMANDS.append(Row(trace, "recorded"))
 
 
 def _write(target: Path, content: bytes) -> None:

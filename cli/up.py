@@ -7,6 +7,7 @@ import functools
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from ..config import (
     Config,
     ConfigError,
     ModelConfig,
+    NanoInferenceError,
     all_roles,
     as_environment,
     as_text,
@@ -29,19 +31,26 @@ from ..config import (
     redact,
 )
 from ..config.temporary import sweep, temporary_folder
-from ..gateway.gateway import check_ports, place_of
+from ..gateway.gateway import DEFAULT_PORT, check_ports, free_port, place_of, url_of
+from ..pipeline.client import BusClient
 from ..telemetry import setup_logging, setup_metrics
 from .children import Forks, Watchdog
 from .model_files import check_model_files
 from .options import Options, option, takes_client_options, takes_engine_options
+from .process import stop_signals
 from .processes import GATEWAY, Printer, Processes
+from .pull import with_pulled
 from .ray.plan import plan_of
 from .requests import given
-from .serve import MOST_PORT, GrpcPort, Insecure, port_option
+from .running import record, registered
+from .serve import MOST_PORT, GrpcPort, Insecure, announce, port_option
 from .terminal import complain
 
 SERVER_PORT = urlsplit(DEFAULT_URL).port or 0
 """Default port of the embedded server."""
+
+_LOOK_S = 0.25
+"""Time between two looks whether the pipeline is ready."""
 
 _STOPPING = "stopping: requests in flight may finish; a second Ctrl-C kills"
 
@@ -56,7 +65,8 @@ def up(
         int | None, option("--replicas", "Pairs of batching and executor.", min=1)
     ] = None,
     gateway: Annotated[
-        int | None, port_option("--gateway PORT", "Serve HTTP, by a process of its own.")
+        int | None,
+        port_option("--gateway PORT", "Serve HTTP, by a process of its own; 0 for a free port."),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
@@ -91,6 +101,14 @@ def up(
     at once, and its requests continue. On Ctrl-C or SIGTERM to this process, requests in flight may
     finish, within `pipeline.drain_timeout_s`, and all processes stop.
     """
+    if options.bus == "memory":
+        raise ConfigError(
+            "--bus memory is within one process, and `up` runs several; leave it out for an "
+            "embedded server, or run `nano-inference serve`"
+        )
+    if gateway == 0:
+        gateway = free_port(load_config(options.config_file, overrides=options.overrides()))
+    options = with_pulled(options)
     own = {"pipeline.replicas": replicas, "gateway.port": gateway, "gateway.grpc_port": grpc_port}
     overrides = options.overrides() | given(own | {"gateway.insecure": insecure or None})
     config = load_config(options.config_file, overrides=overrides)
@@ -104,12 +122,17 @@ def up(
         check_ports(config, "--gateway", "--grpc-port")
     sweep()
     with contextlib.ExitStack() as stack:
-        if config.bus.url == "memory":
-            url = stack.enter_context(embedded_server(port))
-            config = load_config(options.config_file, overrides=overrides | {"bus.url": url})
+        embedded = config.bus.url == "memory"
+        if embedded:
+            bus = stack.enter_context(embedded_server(port))
+            config = load_config(options.config_file, overrides=overrides | {"bus.url": bus})
         arguments = ["--config", str(options.config_file)] if options.config_file else []
         environment = _child_environment(config, overrides)
         anyio.run(_check_bus, config)  # so that one process complains, and not five
+        url = (
+            url_of(config, config.gateway.port or DEFAULT_PORT) if config.gateway.listens else None
+        )
+        stack.enter_context(registered(record("up", config, url, embedded=embedded)))
         anyio.run(_run_several if config.models else _run_one, config, arguments, environment)
 
 
@@ -170,11 +193,12 @@ async def _run_until_signal(
     kill: Callable[[], None],
 ) -> None:
     """Run until a signal comes, then stop; kill at the second one. Raises the errors of `work`."""
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with stop_signals() as signals:
 
         async def kill_on_signal() -> None:
-            await anext(signals)
-            kill()
+            async for number in signals:
+                if number != signal.SIGHUP:  # a closing terminal brings several
+                    kill()
 
         try:
             async with anyio.create_task_group() as group:
@@ -188,6 +212,30 @@ async def _run_until_signal(
         finally:
             with anyio.CancelScope(shield=True):
                 await stop()
+
+
+async def _announce_ready(config: Config) -> None:
+    """Print where the pipeline is served once it takes requests."""
+    url = grpc = None
+    with contextlib.suppress(NanoInferenceError):
+        async with BusClient.connect(config.bus) as client:
+            while await client.deployment.trouble():  # noqa: ASYNC110
+                await anyio.sleep(_LOOK_S)
+        if config.gateway.listens:
+            port = config.gateway.port or DEFAULT_PORT
+            await _until_it_listens(place_of(config)[1], port)
+            url = url_of(config, port)
+            if config.gateway.grpc_port is not None:
+                grpc = f"{config.gateway.host}:{config.gateway.grpc_port}"
+        announce(config, url, grpc)
+
+
+async def _until_it_listens(host: str, port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            await (await anyio.connect_tcp(host, port)).aclose()
+            return
+        await anyio.sleep(_LOOK_S)
 
 
 async def _run_one(
@@ -210,7 +258,7 @@ async def _run_one(
     stop = functools.partial(processes.stop, drain=True)
     try:
         show_loading = functools.partial(printer.show_loading, config, processes.given_up)
-        work = (processes.run, show_loading)
+        work = (processes.run, show_loading, functools.partial(_announce_ready, config))
         await _run_until_signal(work, printer, stop, processes.kill)
     finally:
         forks.close()
@@ -283,7 +331,7 @@ async def _run_several(
 
     setup_logging(config.telemetry)
     bus = open_bus(config.bus)
-    metrics = setup_metrics(config.telemetry, f"models-{os.getpid()}")
+    metrics = setup_metrics(config.telemetry, f"models-{socket.gethostname()}-{os.getpid()}")
     manager = ModelManager(config, bus, processes_of, metrics)
     router = Router(bus, metrics)
     names = ", ".join(model.id for model in config.models)
@@ -303,7 +351,9 @@ async def _run_several(
             processes.kill()
 
     try:
-        await _run_until_signal([manager.run_forever, route, gateway.run], printer, stop, kill)
+        announce_ready = functools.partial(_announce_ready, config)
+        work = [manager.run_forever, route, gateway.run, announce_ready]
+        await _run_until_signal(work, printer, stop, kill)
     finally:
         with anyio.CancelScope(shield=True):
             await bus.aclose()
@@ -345,10 +395,11 @@ def embedded_server(port: int) -> Iterator[str]:
         server = ValkeyServer(port=port, data_dir=folder, config=settings)
         # Its own sends no password.
         server.is_running = functools.partial(answers, url)
-        # Ctrl-C goes to every process of the terminal, and SIGTERM, as `timeout` sends it, to every
-        # process of the group. The server inherits that they are blocked, so that it outlives the
-        # stages, which need it to drain. It has nothing to save and can be killed.
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        # Ctrl-C and SIGHUP go to every process of the terminal, and SIGTERM, as `timeout` sends it,
+        # to every process of the group. The server inherits that they are blocked, so that it
+        # outlives the stages, which need it to drain. It has nothing to save and can be killed.
+        ending = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
         try:
             server.start()
         except (OSError, ValkeyServerError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .batches import BatchesConfig as BatchesConfig
 from .engine import ADAPTER_ID_RULE as ADAPTER_ID_RULE
 from .engine import BUNDLED_MODEL as BUNDLED_MODEL
 from .engine import BUNDLED_VISION_MODEL as BUNDLED_VISION_MODEL
@@ -53,7 +54,9 @@ from .sampling import MAX_INT64 as MAX_INT64
 from .sampling import Constraint as Constraint
 from .sampling import Int64 as Int64
 from .sampling import SamplingParams as SamplingParams
+from .settings import BACKGROUND as BACKGROUND
 from .settings import DEFAULT_URL as DEFAULT_URL
+from .settings import MAX_PRIORITY as MAX_PRIORITY
 from .settings import MOST_SHARDS as MOST_SHARDS
 from .settings import STAGES as STAGES
 from .settings import AdmissionConfig as AdmissionConfig

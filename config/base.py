@@ -60,8 +60,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"{shown} is {self._shown(name)!r}; it must be {wanted}")
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """Fields for tracebacks that show values of variables."""
-        return [(name, self._shown(name)) for name in self.__struct_fields__]
+        """The fields that differ from their defaults, for `repr` and tracebacks with values."""
+        fields = _fields_of(type(self))
+        values = ((each, getattr(self, each.name)) for each in fields)
+        return [(each.name, self._shown(each.name)) for each, value in values if _says(each, value)]
 
     def __repr__(self) -> str:
         fields = (f"{name}={value!r}" for name, value in self.__rich_repr__())
@@ -110,8 +112,15 @@ class Section(Settings, frozen=True):
         """Raise ConfigError if a setting is out of range or conflicts with another."""
 
 
+def _says(field: msgspec.structs.FieldInfo, value: Any) -> bool:
+    """Return whether a value differs from the field's default."""
+    if field.default_factory is not msgspec.NODEFAULT:
+        return bool(value != field.default_factory())
+    return value is not field.default and bool(value != field.default)
+
+
 @cache
-def _fields_of(section: type[Section]) -> tuple[msgspec.structs.FieldInfo, ...]:
+def _fields_of(section: type[Settings]) -> tuple[msgspec.structs.FieldInfo, ...]:
     """msgspec evaluates all annotations anew at each call, which takes a millisecond."""
     return msgspec.structs.fields(section)
 

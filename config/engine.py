@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -9,6 +10,8 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from .base import TINY, NonNegativeInt, PositiveInt, Range, Seconds, Section
+from .errors import ConfigError
+from .quoting import shown
 
 MOST_RANKS = 64
 """Ranks of one model: those that one piece of shared memory has room for."""
@@ -408,6 +411,22 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             return self.max_batch_size
         most = _CPU_BATCH_SIZE if device_type == "cpu" else DEFAULT_BATCH_SIZE
         return min(most, self.max_tokens_per_batch)
+
+    @classmethod
+    def of(cls, given: EngineConfig | str | os.PathLike[str] | None) -> EngineConfig:
+        """Return settings as they are, those of a model's path, or the defaults.
+
+        Raises:
+            ConfigError: `given` is neither.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        if isinstance(given, str | os.PathLike):
+            return cls(model_path=os.fspath(given))
+        hint = "; pass its .engine" if isinstance(getattr(given, "engine", None), cls) else ""
+        raise ConfigError(
+            f"an engine takes a model's path or an EngineConfig, not {shown(given)}{hint}"
+        )
 
     @property
     def model_folder(self) -> Path:

@@ -76,6 +76,10 @@ class FieldError(RequestError):
     """A field of a request is invalid; `param` is its path."""
 
 
+class ParameterError(FieldError, ValueError):
+    """A sampling parameter is of the wrong type, or outside its range. `param`: its name."""
+
+
 def field_error(
     param: str, why: str, limit: str = "", remedy: str = "", *, code: str = ""
 ) -> FieldError:

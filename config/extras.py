@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 _EXTRAS = {
-    "serve": ("cryptography", "jwt", "re2", "starlette", "uvicorn"),
+    "serve": ("cryptography", "jwt", "python_multipart", "re2", "starlette", "uvicorn"),
     "kserve": ("google", "grpc", "ml_dtypes"),
-    "parquet": ("pyarrow",),
+    "batch": ("obstore", "pyarrow"),
     "ray": ("ray",),
 }
 _EXTRA_OF = {module: extra for extra, modules in _EXTRAS.items() for module in modules}

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import msgspec
 import yaml
@@ -83,7 +83,7 @@ def load_config(
         from .wrong_values import place_of, told_of, values_at
 
         # A text may be a secret.
-        given = None if "`str" in str(error) else tree
+        given = None if "`str" in str(error).partition(", got")[0] else tree
         values = ", ".join(map(repr, values_at(Config, place_of(error))))
         raise ConfigError(told_of(error, found=given, values=values)) from None
 
@@ -226,6 +226,8 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
     known = _SECTIONS[section].__struct_fields__
     if name not in known:
         raise ConfigError(f"{source}: {section} has no setting {name!r}{nearest(name, known)}")
+    if get_origin(_type_of(dotted)) is tuple and isinstance(value, (str, int)):
+        value = [parse_value(word) for word in str(value).split(",")]  # such as models=mine
     if dotted == "bus.lane" and type(value) is int:
         value = str(value)  # YAML reads a name that is a number as one
     if value is False and (dotted in _OFF_OR_NAME or "off" in get_args(_type_of(dotted))):

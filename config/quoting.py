@@ -40,7 +40,19 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str | bytes):
         value = value[: MOST_SHOWN + 1]
-    return cut(ascii(value), MOST_SHOWN)
+    try:
+        return cut(ascii(value), MOST_SHOWN)
+    except ValueError:
+        return "a value with an integer of thousands of digits"
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def field_name(name: str) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, takewhile
+from itertools import chain, compress, takewhile
+from operator import attrgetter, is_not, ne
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
 from .base import FrozenDict, Range, Settings
+from .errors import ParameterError
+from .quoting import shown
 
 MAX_INT64 = 2**63 - 1
 
@@ -64,8 +67,27 @@ _ANY_PENALTY = Range("from -2 to 2; 0 is off", -2, 2)
 _NO_BIAS: FrozenDict[int, float] = FrozenDict()
 
 
-class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Sampling of one request. Immutable; admission checks the ranges of each request.
+class _CheckedWhenCalled(msgspec.StructMeta):
+    """Checks the parameters that Python callers make. Decoding and `msgspec.structs.replace` don't
+    call the class, so admission checks them again."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        params = super().__call__(*args, **fields)
+        check_types(params)
+        check_ranges(params)
+        return params
+
+
+class SamplingParams(
+    Settings,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    metaclass=_CheckedWhenCalled,
+):
+    """Sampling of one request. Immutable. A wrong value raises ParameterError, a RequestError and
+    ValueError; what depends on the model, such as the size of the vocabulary, is checked where it
+    is used.
 
     The steps from logits to a token, and the definition of the reported logprobs, are in
     docs/sampling.md.
@@ -299,11 +321,13 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
     def __post_init__(self) -> None:
         """Copy collections, so that a caller who changes its own does not change these.
 
-        Values of a wrong type stay, for the check on the bus.
+        Values of a wrong type stay, for the check of types.
         """
         if type(self.stop_token_ids) is not frozenset:
             self._freeze("stop_token_ids", frozenset, list | tuple | set)
-        if type(self.stop) is not tuple:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        elif type(self.stop) is not tuple:
             self._freeze("stop", tuple, list | set | frozenset)
         if type(self.forced_tokens) is not tuple:
             self._freeze("forced_tokens", tuple, list)
@@ -341,6 +365,71 @@ TYPES: Mapping[str, Any] = {name: _HINTS[name] for name in _FIELDS}
 RANGES: Mapping[str, Range] = {
     name: each.range for name, each in PARAMETERS.items() if each.range is not None
 }
+
+_all_of = attrgetter(*_FIELDS)
+_numbers_of = attrgetter(*RANGES)
+_DEFAULTS = msgspec.convert({}, SamplingParams)
+_ALL_DEFAULTS, _NUMBERS = _all_of(_DEFAULTS), _numbers_of(_DEFAULTS)
+
+
+def check_types(params: SamplingParams) -> None:
+    """Check the types of parameters that a Python caller gave.
+
+    Raises:
+        ParameterError: invalid_request, or the code of the parameter's range.
+    """
+    for name in compress(_FIELDS, map(is_not, _all_of(params), _ALL_DEFAULTS)):
+        value = getattr(params, name)
+        try:
+            # Without builtin_types bytes would become base64 text.
+            plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray, memoryview))
+            msgspec.convert(plain, TYPES[name])
+        except (msgspec.ValidationError, TypeError) as error:
+            allowed = RANGES.get(name)
+            if allowed and not (isinstance(value, int | float) and allowed.holds(value)):
+                raise outside(name, value, allowed.wanted) from None
+            message, code = f"{name} is {shown(value)}: {error}", "invalid_request"
+            if allowed:
+                code = f"invalid_{name}"
+            raise ParameterError(message, param=name, code=code) from None
+
+
+def check_ranges(params: SamplingParams) -> None:
+    """Check all that needs no model, of parameters of the right types.
+
+    Raises:
+        ParameterError: invalid_max_tokens, invalid_temperature, invalid_top_k, invalid_top_p,
+            invalid_min_p, invalid_seed, invalid_stop, invalid_repetition_penalty,
+            invalid_presence_penalty, invalid_frequency_penalty, invalid_logit_bias,
+            invalid_min_tokens, invalid_logprobs, invalid_prompt_logprobs, invalid_constraint,
+            invalid_max_draft_tokens.
+    """
+    # NaN differs from every default.
+    for name in compress(RANGES, map(ne, _numbers_of(params), _NUMBERS)):
+        value, allowed = getattr(params, name), RANGES[name]
+        if value is not None and not allowed.holds(value):
+            raise outside(name, value, allowed.wanted)
+    if params.stop or params.logit_bias:
+        from .sampling_checks import check_logit_bias, check_stop
+
+        check_stop(params.stop)
+        check_logit_bias(params.logit_bias)
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        wanted = f"from 0 to max_tokens ({shown(params.max_tokens)})"
+        raise outside("min_tokens", params.min_tokens, wanted)
+    if params.constraint is not None and (params.ignore_eos or params.min_tokens):
+        raise ParameterError(
+            "a constraint ends with the model's end-of-sequence token, which ignore_eos and "
+            "min_tokens forbid; leave these out",
+            param="constraint",
+            code="invalid_constraint",
+        )
+
+
+def outside(name: str, value: object, wanted: str) -> ParameterError:
+    """Return the error for a number outside its range."""
+    message = f"{name} is {shown(value)}; it must be {wanted}"
+    return ParameterError(message, param=name, code=f"invalid_{name}")
 
 
 def names_in(interface: Literal["vllm", "sglang", "anthropic"]) -> dict[str, str]:

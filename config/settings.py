@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
 from .base import HUGE, TINY, NonNegativeInt, PositiveInt, Range, Seconds, Section
+from .batches import BatchesConfig
 from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
@@ -16,7 +17,7 @@ from .images import ImagesConfig
 from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
 from .ray import RayConfig
-from .redact import REDIS_SCHEMES
+from .redact import REDIS_SCHEMES, redact
 
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 
@@ -102,6 +103,9 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     trees_max_bytes: NonNegativeInt = 0
     trees_ttl_s: PositiveInt = 86_400
 
+    def _shown(self, name: str) -> Any:
+        return redact(self.url) if name == "url" else super()._shown(name)
+
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
             # Without the value, which may be a password in the wrong place.
@@ -169,6 +173,13 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
     recipes: bool = True
 
 
+MAX_PRIORITY = 1000
+"""The highest priority of a request; the lowest is as far below 0."""
+
+BACKGROUND = -MAX_PRIORITY
+"""The priority of lines of batches, which run while nothing else does."""
+
+
 class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Scheduling between requests and tenants. docs/fairness.md has the rule and its guarantees.
 
@@ -192,6 +203,8 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
             runs.
         tenant_timeslice_tokens: Generated tokens per paused sequence, when a request of another
             tenant goes first and finds no room; 0 is off.
+        background_beside: Sequences of the lowest priority, -1000, that may run beside others. The
+            rest of them run only while nothing else waits or runs; they never age.
         exchange_interval_s: Seconds after which lanes of one model send each other what they have
             served to each tenant, so that shares hold over all of them; 0 is off.
     """
@@ -210,6 +223,7 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
     deadline_order: bool = False
     expire_hopeless: bool = True
     tenant_timeslice_tokens: NonNegativeInt = 64
+    background_beside: NonNegativeInt = 0
     exchange_interval_s: Annotated[
         float, Range("from 0.05 to 3600, or 0 (off)", 0.05, 3600, also=0)
     ] = 0.0
@@ -310,6 +324,8 @@ class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
             admission, the other four stages, two more for each further replica, and last the
             gateway.
         metrics_host: Address of that port.
+        metric_names: "vllm" or "sglang" also exposes that engine's metrics, by its names, for its
+            dashboards.
     """
 
     SECTION: ClassVar[str] = "telemetry"
@@ -325,6 +341,7 @@ class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
     service_name: str = "nano-inference"
     metrics_port: Annotated[int, Range("a port up to 65531, or 0", 0, 65_531)] = 0
     metrics_host: str = "127.0.0.1"
+    metric_names: Literal["nano", "vllm", "sglang"] = "nano"
 
     def check(self) -> None:
         self.require("metrics_host", bool(self.metrics_host), "an address of this machine")
@@ -376,6 +393,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
     images: ImagesConfig = ImagesConfig()
     gateway: GatewayConfig = GatewayConfig()
     policy: PolicyConfig = PolicyConfig()
+    batches: BatchesConfig = BatchesConfig()
     deployment: DeploymentConfig = DeploymentConfig()
     ray: RayConfig = RayConfig()
     models: tuple[ModelConfig, ...] = ()

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 from ..config import Config, GatewayConfig, NanoInferenceError
 from ..config.logger import get_logger
 from ..pipeline.client import BusClient
+from ..store.blobs import blobs_at
 from ..store.calls import DurableCall
 from ..telemetry import instruments
 from .api import anthropic, ollama, vllm
@@ -25,10 +26,15 @@ from .api.kserve.regions import TenantRegions
 from .api.kserve.repository import open_service
 from .api.kserve.service import KServe
 from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
+from .api.openai.batches import batch_routes
+from .api.openai.files import file_routes, takes_files
 from .api.replays import ReplayCalls
+from .api.requests import RequestCalls
 from .api.routes import PolicyRoute
 from .api.sglang import sglang_routes
 from .api.token_trees import TokenTreeCalls
+from .batches.files import Files
+from .batches.runner import BatchRunner
 from .call import Call, ClientLeft
 from .console.feed import Feed
 from .console.routes import console_routes
@@ -37,7 +43,7 @@ from .endpoints import gateway_routes, recent_status, single_model_routes
 from .operations import operation_routes
 from .policy.policy import Policy
 from .server.callers import JsonOnly
-from .server.http import Response, error_handler, error_response
+from .server.http import Response, answer_own, error_handler, error_response
 from .server.measures import Measures
 from .serving.chain import PolicyChain
 from .serving.durable_calls import DurableCalls, watch_orphans
@@ -79,6 +85,7 @@ class Interfaces(Services):
             *ollama.ollama_routes(self, self.ollama),
             *kserve_routes(self.kserve, self.config.gateway),
             PolicyRoute("POST /v1/replay/{id:path}", "generate", ReplayCalls(self).replay),
+            PolicyRoute("POST /v1/requests", "generate", RequestCalls(self).run),
             *TokenTreeCalls(self).routes(),
         ]
 
@@ -100,7 +107,7 @@ class Application(Starlette):
     ) -> None:
         self.chain, self.unknown_fields = chain, config.unknown_fields
         answer = error_handler(self.respond)
-        kinds = (kserve_http.is_called, ollama.is_called, kserve_http.takes_compressed)
+        kinds = (kserve_http.is_called, ollama.is_called, kserve_http.takes_compressed, takes_files)
         super().__init__(
             routes=routes,
             middleware=[
@@ -117,7 +124,7 @@ class Application(Starlette):
     @staticmethod
     def respond(call: Call, error: NanoInferenceError) -> Response:
         """Return the response to a call that has an error."""
-        call.code = error.code
+        call.code, call.message = error.code, error.message
         if anthropic.is_called(call):
             return anthropic.respond(call, error)
         if kserve_http.is_called(call):
@@ -138,6 +145,7 @@ class GatewayApp(Application):
         services: Returns those of each loaded model.
         durable_calls: Returns the durable calls of all models of this gateway.
         background: Tasks beside the connections, by name.
+        batches: Runs the lines of batches.
         feed: The live state for the console; None without it.
         request_log: The last requests; None without the console.
     """
@@ -168,6 +176,19 @@ class GatewayApp(Application):
             own += console_routes(config, self.feed, log, kserve.readiness, services)
         own += dead_letter_routes(client, policy.audit)
         own += operation_routes(client, config, kserve.readiness, policy.audit)
+        store = client.bus.store
+        files = Files(store.files, blobs_at(config.batches.storage, store.blobs), config.batches)
+        self.batches = BatchRunner(
+            partial(answer_own, self),
+            store.batches,
+            store.calls,
+            files,
+            config.batches,
+            lambda: kserve.readiness.draining,
+            config.gateway.max_body_bytes,
+        )
+        own += file_routes(files, store.batches)
+        own += batch_routes(self.batches)
         super().__init__([*own, *routes], chain, measures, config.gateway)
         self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls
         orphans = partial(watch_orphans, client.bus.store.calls, config, durable_calls, owner_of)
@@ -175,7 +196,18 @@ class GatewayApp(Application):
             "policy": policy.run_forever,
             "durable calls": orphans,
             "weight updates": self._recover,
+            "batches": self.batches.run_forever,
         }
+        if self.feed is not None:
+            self.background["console"] = self.feed.keep
+
+    def on_call(self, call: Call, route: str, fields: dict[str, Any]) -> None:
+        """Note an ended call, as `OnCall`: in the audit log, and if it was refused in the list of
+        the last requests."""
+        if self.policy.on_call is not None:
+            self.policy.on_call(call, route, fields)
+        if self.request_log is not None and call.code:
+            self.request_log.refused(call)
 
     async def _recover(self) -> None:
         """Complete the weight updates that killed gateways have decided."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
@@ -14,7 +14,7 @@ import anyio
 
 from ..bus.public import Usage
 from ..config import RequestError, shown
-from ..telemetry import TraceContext, now_ns
+from ..telemetry import Operation, TraceContext, now_ns
 from .caller import NOBODY, Caller, Needed
 
 TENANT_HEADER = "X-Tenant"
@@ -65,6 +65,12 @@ async def no_body(max_bytes: int) -> bytes:
     return b""
 
 
+async def no_chunks() -> AsyncIterator[bytes]:
+    """Yield nothing."""
+    return
+    yield b""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Account:
     """The account of one call.
@@ -82,11 +88,13 @@ class Account:
         left: Tokens received of each request whose end the gateway hasn't seen, by request id; None
             if their number is unknown.
         headers: More headers of its response.
+        listed: Whether its requests are in the list of the gateway's last requests.
         ignored: Fields of its body that were taken without effect (`serving.fields`).
         arrived_ns: When its first byte came; 0 if it goes on without its connection.
         unread_ns: Returns for how long its client has not read.
         unread_before_ns: The unread time at the end of its last request.
         time: Time of its longest request, by cause; its requests' bills.
+        operation: For its span and metrics; None before its first request, and where none are made.
     """
 
     background: bool = False
@@ -100,12 +108,14 @@ class Account:
     complete: bool = False
     left: dict[str, int | None] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    listed: bool = False
     ignored: dict[str, None] = field(default_factory=dict)
     arrived_ns: int = 0
     unread_ns: Callable[[], int] = no_time
     unread_before_ns: int = 0
     time: dict[str, int] = field(default_factory=dict)
     billed_ns: int = 0
+    operation: Operation | None = None
 
     @property
     def ignored_names(self) -> str:
@@ -174,10 +184,14 @@ class Call:
         account: Counts its requests' tokens.
         status: The HTTP status of the response, so far.
         code: Code of the error that answered it.
+        message: Message of that error.
+        batch_line: Whether it is a line of a batch: its caller was authenticated when the batch was
+            made, and its requests have the lowest priority.
         hold: Counts bytes made of its body until it is answered. Raises `Overloaded` when there is
             no room for them.
         fetch: Reads its body from the connection. Raises `ClientLeft`, and RequestError
             (request_too_large) before more than so many bytes are in memory.
+        chunks: Yields its body as it arrives, and holds none of it. Raises `ClientLeft`.
         cancelled: Returns once its client has left.
         may_return: Returns whether the connection of a client that has left was cut, so that it may
             come back to a durable call.
@@ -207,8 +221,11 @@ class Call:
     account: Account = field(default_factory=Account)
     status: int = CLIENT_LEFT
     code: str = ""
+    message: str = ""
+    batch_line: bool = False
     hold: Callable[[int], None] = no_limit
     fetch: Callable[[int], Awaitable[bytes]] = no_body
+    chunks: Callable[[], AsyncIterator[bytes]] = no_chunks
     cancelled: Callable[[], Awaitable[None]] = anyio.sleep_forever
     may_return: Callable[[], bool] = never
 

@@ -50,7 +50,11 @@ _ROOT = (
 def recent_status(client: BusClient, config: Config) -> Recent[PipelineStatus]:
     """Return the status of the pipeline, read at most every half second."""
     stall_timeout_s = config.pipeline.stall_timeout_s
-    return Recent(lambda: pipeline_status(client, stall_timeout_s), ASKED_EVERY_S)
+    # Without keys, every caller may do everything.
+    tenants = not config.policy.knows_callers
+    return Recent(
+        lambda: pipeline_status(client, stall_timeout_s, with_tenants=tenants), ASKED_EVERY_S
+    )
 
 
 def gateway_routes(

@@ -64,19 +64,14 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        scheme = "https" if self._config.gateway.tls_certificate else "http"
-        return f"{scheme}://{self._host}:{self.port}"
+        return url_of(self._config, self.port)
 
     @property
     def places(self) -> dict[str, str]:
         """The addresses: "url" of HTTP, and "grpc" if there is gRPC."""
-        grpc = {} if self.grpc_port is None else {"grpc": f"{self._host}:{self.grpc_port}"}
+        host = _host_of(self._config)
+        grpc = {} if self.grpc_port is None else {"grpc": f"{host}:{self.grpc_port}"}
         return {"url": self.url} | grpc
-
-    @property
-    def _host(self) -> str:
-        host = self._config.gateway.host
-        return f"[{host}]" if ":" in host else host
 
     async def __aenter__(self) -> Gateway:
         """Listen.
@@ -98,7 +93,7 @@ class Gateway:
         measures = Measures(self._client.tracing, self._client.metrics)
         try:
             self._app = app = await self._application(config, measures)
-            self._server = HttpServer(app, own, measures, app.policy.on_call)
+            self._server = HttpServer(app, own, measures, app.on_call)
             if config.policy.knows_callers:
                 self._server.connections.client_of = app.policy.client_of
             if self.grpc_port is not None:
@@ -208,6 +203,17 @@ class Gateway:
             await anyio.sleep(_WARN_S)
 
 
+def url_of(config: Config, port: int) -> str:
+    """Return the root URL of a gateway with these settings that listens on a port."""
+    scheme = "https" if config.gateway.tls_certificate else "http"
+    return f"{scheme}://{_host_of(config)}:{port}"
+
+
+def _host_of(config: Config) -> str:
+    host = config.gateway.host
+    return f"[{host}]" if ":" in host else host
+
+
 def place_of(config: Config) -> tuple[socket.AddressFamily, str]:
     """Return the address on which a gateway with these settings listens.
 
@@ -248,6 +254,12 @@ def check_ports(
     for port, option in ((gateway.port, http_option), (gateway.grpc_port, grpc_option)):
         if port:
             _bound(config, place, port, option).close()
+
+
+def free_port(config: Config) -> int:
+    """Return a port that is free now, at the address of a gateway with these settings."""
+    with _bound(config, place_of(config), 0, "gateway.port") as listener:
+        return int(listener.getsockname()[1])
 
 
 def _bound(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,10 +28,10 @@ Message = Mapping[str, Any]
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """A conversation before the model's message.
+    """A conversation before the model's message, for `InferenceEngine.generate`.
 
     Attributes:
-        token_ids: `[prompt]`, for `InferenceEngine.generate`.
+        token_ids: `[prompt]`.
         opening: The begin of the model's message in the prompt, such as the mark before reasoning.
         use: The tools that the model may, or must, call.
         reasoning_asked: Whether the template's variables turn reasoning on; None if unset.
@@ -48,8 +49,8 @@ class ChatRenderer:
     ```python
     chat = ChatRenderer("tiny")
     prompt = chat.render([{"role": "user", "content": "What is 3 + 4?"}])
-    (sample,) = engine.generate([prompt.token_ids], SamplingParams(temperature=0))
-    message = chat.read(prompt, sample.completion_tokens, sample.finish_reason)
+    (sample,) = engine.generate([prompt], SamplingParams(temperature=0))
+    sample.message
     ```
 
     A parsed message can be part of the next conversation as it is.
@@ -153,6 +154,12 @@ class ChatRenderer:
         )
         return replace(params, constraint=constraint)
 
+    def prompt_of(self, token_ids: Sequence[int]) -> ChatPrompt:
+        """Return the conversation without tools that a prompt's tokens are."""
+        text = self._tokenizer.decode(list(token_ids))
+        opening = "" if self._format is None else chat.opening_of(self._format, text)
+        return ChatPrompt(tuple(token_ids), opening, chat.ToolUse())
+
     def read(
         self,
         prompt: ChatPrompt,
@@ -190,6 +197,12 @@ class ChatRenderer:
         if calls := [_call(call) for delta in deltas for call in delta.calls]:
             message["tool_calls"] = calls
         return message
+
+
+@lru_cache(maxsize=4)
+def renderer_of(model_path: str) -> ChatRenderer:
+    """Return a model's renderer, loaded once."""
+    return ChatRenderer(model_path)
 
 
 def _call(call: chat.ToolCall) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ..config import BusConfig, ConfigError, FairnessConfig, ModelConfig, Replic
 from ..store.service import LaneService
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
+from .client_operation import observed
 from .client_weights import ANSWER_S, WeightClient
 from .deployment import Deployment
 from .models import ModelStatus, expert_owners
@@ -83,6 +84,9 @@ class BusClient(WeightClient, Submitter):
         client._owns_bus = True
         return client
 
+    def __repr__(self) -> str:
+        return f"BusClient({self.bus!r})"
+
     async def __aenter__(self) -> BusClient:
         """Raises BusError if the bus can't be reached."""
         try:
@@ -119,10 +123,25 @@ class BusClient(WeightClient, Submitter):
             request, traceparent=trace.traceparent, tracestate=trace.tracestate
         )
 
-    async def submit(
+    def submit(
         self, request: Request | bytes, trace: TraceContext | None = None
     ) -> AsyncGenerator[Output, None]:
-        """Publish a request and yield its outputs (see `Submitter`); `trace` as for `publish`."""
+        """Publish a request and yield its outputs (see `Submitter`).
+
+        Args:
+            request: As for `publish`.
+            trace: The parent of its spans; None: a span until its last output, which begins a
+                trace.
+        """
+        if trace is not None:
+            return self._submit(request, trace)
+        context, operation = observed(request, self.tracing, self.metrics)
+        outputs = self._submit(request, context)
+        return outputs if operation is None else operation.observing(outputs)
+
+    async def _submit(
+        self, request: Request | bytes, trace: TraceContext
+    ) -> AsyncGenerator[Output, None]:
         publishing = asyncio.create_task(self.publish(request, trace))
         done = False
         try:
@@ -406,5 +425,5 @@ class BusClient(WeightClient, Submitter):
         now = now_ns()
         attributes = {names.REQUEST_ID: written_id(request)}
         own = self.tracing.begin()
-        self.tracing.span("publish", TraceContext(), now, now, attributes, own=own)
+        self.tracing.span("publish", TraceContext(), now, now, attributes, own=own, kind="producer")
         return own

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ..bus.public import Completion, CompletionSample, TokenLogprob
+from ..bus.public import Completion, TokenLogprob
 from ..config import RequestError, shown
-from .rollouts import TrainingSample
+from .rollouts import TrainingSample, completion_of
 
 FORMAT = b"nano-inference digest 1"
 """The format's name, hashed first; another number means other bytes."""
@@ -143,26 +143,7 @@ def completions_of(results: Iterable[Completion | TrainingSample]) -> Iterable[C
             id = f"{position:020}" if each.request_id is None else str(each.request_id)
             rollouts.setdefault(id, []).append(each)
     for id, samples in rollouts.items():
-        yield Completion(
-            request_id=id,
-            entry_id="",
-            status="done",
-            samples=tuple(
-                CompletionSample(
-                    sample_index=index,
-                    text="",
-                    token_ids=sample.completion_tokens,
-                    logprobs=sample.logprobs,
-                    finish_reason=sample.finish_reason,
-                    weight_version=sample.weight_version,
-                    weight_versions=sample.weight_versions,
-                    top_logprobs=sample.top_logprobs,
-                    embedding=sample.embedding,
-                )
-                for index, sample in enumerate(samples)
-            ),
-            prompt_logprobs=samples[0].prompt_logprobs,
-        )
+        yield completion_of(*samples, request_id=id)
 
 
 # --- bytes ----------------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from os import PathLike
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from msgspec.structs import replace
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from ..bus.control import (
@@ -53,20 +53,22 @@ from .engine_requests import (
     Finished,
     Unfinished,
     UnfinishedRequests,
+    chat_of,
     check_prompts,
-    completion_of,
     make_request,
     make_requests,
     make_sample,
     params_to_score,
+    progress_bar,
     token_ids_to_score,
 )
 from .engine_tiers import EngineTiers, next_plan
 from .engine_weights import EngineWeights
-from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
+from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample, completion_of
 from .sessions import check_action
 
 if TYPE_CHECKING:
+    from .chat_renderer import ChatPrompt
     from .engine_reference import EngineReference
     from .replay import Replay
 
@@ -76,8 +78,9 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
     """Generates in this process, on the caller's thread. Calls of several threads take turns.
 
     ```python
-    with InferenceEngine(EngineConfig(model_path="tiny")) as engine:
-        samples = engine.generate(["98 + 25 ="], SamplingParams(temperature=0))
+    with InferenceEngine("tiny") as engine:
+        (sample,) = engine.generate(["98 + 25 ="], SamplingParams(temperature=0))
+    print(sample.text)
     ```
 
     One `step` does the work of the pipeline's stages with the same cores, so both give the same
@@ -85,12 +88,14 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, reference: EngineConfig | None = None
+        self,
+        config: EngineConfig | str | PathLike[str] | None = None,
+        reference: EngineConfig | str | PathLike[str] | None = None,
     ) -> None:
         """Load the model.
 
         Args:
-            config: The model that generates.
+            config: The model that generates: its settings, or its path alone.
             reference: A second model, with memory of its own, that gives every finished sample
                 its `ref_logprobs`; the same as `config` for a frozen copy. Default:
                 `config.reference_model_path`.
@@ -100,7 +105,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             ConfigError: `kv_events` is set: they are published on a bus.
         """
         self._lock = RLock()
-        self.config = own = config or EngineConfig()
+        self.config = own = EngineConfig.of(config)
         if own.kv_events:
             raise ConfigError("engine.kv_events needs a bus: leave it out here, or run a Pipeline")
         # The reference is an engine here, and no part of the cores as in a pipeline.
@@ -146,6 +151,13 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
     def __enter__(self) -> InferenceEngine:
         return self
 
+    def __repr__(self) -> str:
+        core: ExecutorCore | None = getattr(self, "_core", None)
+        if core is None:
+            return f"InferenceEngine({self.config.model_path!r}, shut down)"
+        state = f"weight_version={self._weights.version}, unfinished={len(self._requests)}"
+        return f"InferenceEngine({self.config.model_path!r}, {state})"
+
     def __exit__(self, *error: object) -> None:
         if not is_forked():  # all is the parent's
             self.shutdown()
@@ -154,7 +166,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | ChatPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         num_samples_per_prompt: int = 1,
         *,
@@ -167,10 +179,10 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         """Complete prompts.
 
         Args:
-            prompts: Texts, or token ids.
+            prompts: Texts, token ids, or conversations that a ChatRenderer has rendered.
             sampling_params: One for all prompts, or one for each; the defaults when None.
             num_samples_per_prompt: Samples of each prompt, which is computed once.
-            show_progress: Whether to draw a progress bar on standard error.
+            show_progress: Whether to draw tqdm's progress bar, on standard error.
             adapter: The id of a loaded adapter; "" for the model alone.
             predictions: For each prompt the expected completion, as text or token ids, or None.
                 Speculation uses it as a draft; it has no effect on any token.
@@ -186,10 +198,12 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
                 the number of prompts; nothing was generated.
             WeightsError: Memory is released, or weights could not be put in place.
         """
+        prompts = check_prompts(prompts)
         more = (adapter, predictions, kv_sessions)
         requests = make_requests(prompts, sampling_params, num_samples_per_prompt, *more)
         with self._images.given_to(requests, images) as requests:
-            return self._with_reference(self._run_all(requests, show_progress))
+            title = "Generating" if show_progress else ""
+            return self._with_reference(self._run_all(requests, title, prompts))
 
     def embed(
         self,
@@ -206,7 +220,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         Args:
             prompts: Texts, or token ids.
             pooling, normalize, dimensions: As in EmbedParams.
-            show_progress: Whether to draw a progress bar on standard error.
+            show_progress: Whether to draw tqdm's progress bar, on standard error.
             adapter: As in `generate`.
 
         Returns:
@@ -222,7 +236,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         ]
         if not requests:
             return torch.empty(0, 0)
-        finished = self._run_all(requests, show_progress)
+        finished = self._run_all(requests, "Embedding" if show_progress else "")
         return torch.tensor([sample.embedding for sample, _ in finished], dtype=torch.float32)
 
     def score(
@@ -232,6 +246,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         by_reference: bool = False,
+        show_progress: bool = False,
     ) -> list[tuple[float, ...]]:
         """Return the logprobs of given completions under the current weights.
 
@@ -242,6 +257,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
                 docs/sampling.md; penalties and logit_bias are ignored.
             by_reference: By the reference model instead, such as the weights before they became
                 codes.
+            show_progress: As in `generate`.
 
         Returns:
             `[completion]`, float32, for each completion.
@@ -255,10 +271,13 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         if by_reference:
             if self._reference is None:
                 raise ArgumentError("there is no reference model; set engine.reference_model_path")
-            return self._reference.score(prompts, completions, sampling_params)
+            return self._reference.score(
+                prompts, completions, sampling_params, show_progress=show_progress
+            )
         only_score = params_to_score(sampling_params, prompts)
         pairs = zip(prompts, completions, strict=True)
-        scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
+        whole = [[*prompt, *completion] for prompt, completion in pairs]
+        scored = self._scored(whole, only_score, show_progress)
         return [
             cast(tuple[float, ...], (sample.prompt_logprobs or ())[-len(completion) :])
             for sample, completion in zip(scored, completions, strict=True)
@@ -282,7 +301,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         from .replay import replay_here
 
         def complete(request: GenerateRequest) -> Completion:
-            finished = self._run_all([request], show_progress=False)
+            finished = self._run_all([request])
             return completion_of(*(sample for sample, _ in finished))
 
         if not isinstance(recorded, Completion):
@@ -301,7 +320,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
 
     def add_request(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ChatPrompt,
         sampling_params: SamplingParams | None = None,
         num_samples: int = 1,
         *,
@@ -316,7 +335,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         """Queue one request and return its id, which its samples carry.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: As in `generate`.
             sampling_params: The defaults when None.
             num_samples: Samples of the prompt, which is computed once.
             request_id: Text or an integer, of no unfinished request; generated when None.
@@ -333,7 +352,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         more = (adapter, prediction, kv_session, max_version_lag, on_version_lag)
         request = make_request(prompt, sampling_params, num_samples, None, *more)
         with self._images.given_to([request], [images]) as (request,):
-            self._uncollected += self._queue(name, request_id, request)
+            self._uncollected += self._queue(name, request_id, request, chat_of(prompt))
         return request_id
 
     def step(self) -> list[TrainingSample]:
@@ -416,7 +435,13 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             raise RuntimeError("this engine was shut down; make another one")
         return self._core
 
-    def _queue(self, name: str, id: RequestId | None, request: GenerateRequest) -> list[Finished]:
+    def _queue(
+        self,
+        name: str,
+        id: RequestId | None,
+        request: GenerateRequest,
+        chat: ChatPrompt | None = None,
+    ) -> list[Finished]:
         """Queue a request, or return its samples from the response cache."""
         now = now_ns()
         request = replace(request, request_id=name)
@@ -427,30 +452,46 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             tokens = self._admission.tokenize(request, images)
         accepted = self._admission.admit(entry, now, now, tokens=tokens)
         self._images.add(name, tokens)
-        self._requests.add(name, Unfinished(accepted, request.sampling, id))
+        self._requests.add(name, Unfinished(accepted, request.sampling, id, chat))
         deliveries = self._streaming.open(self._admission.look_up(accepted), now)
         for ended in (ended for each in deliveries for ended in each.ended):
             return self._finished(ended)[1]
         self._batching.add(accepted.admitted)
         return []
 
-    def _run_all(self, requests: Sequence[GenerateRequest], show_progress: bool) -> list[Finished]:
-        """Queue the requests and step until all have ended; return their samples in order."""
+    def _scored(
+        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool
+    ) -> list[TrainingSample]:
+        requests = make_requests(prompts, params, 1, "", None, None)
+        return [each for each, _ in self._run_all(requests, "Scoring" if show_progress else "")]
+
+    def _run_all(
+        self, requests: Sequence[GenerateRequest], title: str = "", prompts: Iterable[Any] = ()
+    ) -> list[Finished]:
+        """Queue the requests and step until all have ended; return their samples in order.
+
+        Args:
+            requests: The requests.
+            title: That of a progress bar; "" for none.
+            prompts: Those of the requests, as the caller gave them.
+        """
         names: dict[str, None] = {}
         finished: dict[str, list[Finished]] = {}
         try:
-            for request in requests:
+            for request, prompt in zip_longest(requests, prompts):
                 name = self._requests.new_name()
                 names[name] = None
-                if served := self._queue(name, None, request):
+                if served := self._queue(name, None, request, chat_of(prompt)):
                     finished[name] = served
-            with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
-                bar = progress.add_task("Generating", total=len(names), completed=len(finished))
+            with progress_bar(title, len(names)) as bar:
+                if bar is not None:
+                    bar.update(len(finished))
                 while len(finished) < len(names):
                     for name, samples in self._advance():
                         if name in names:
                             finished[name] = samples
-                            progress.advance(bar)
+                            if bar is not None:
+                                bar.update()
                         else:
                             self._uncollected += samples
             tiers = self._tiers
@@ -521,7 +562,8 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         self._images.remove(name)
         self._admission.keep(request.accepted, ended.response)
         form = self._executor.model.forms
-        samples = [make_sample(request, completion, each, form) for each in completion.samples]
+        more = form, self.config.model_path
+        samples = [make_sample(request, completion, each, *more) for each in completion.samples]
         return name, [(sample, request.params) for sample in samples]
 
     def _with_reference(self, finished: list[Finished]) -> list[TrainingSample]:

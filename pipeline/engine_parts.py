@@ -6,12 +6,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from ..bus.control import AdapterReady, LoadAdapter
-from ..bus.targets import Logprobs
 from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, SamplingParams
 from ..config.clock import now_ns
@@ -25,6 +24,9 @@ from ..store.loaded_adapter import LoadedAdapter
 from .engine_calls import one_at_a_time
 from .engine_requests import check_prompts, params_of_targets
 from .rollouts import TrainingSample
+
+if TYPE_CHECKING:
+    from ..bus.targets import Logprobs
 
 
 @one_at_a_time
@@ -40,14 +42,18 @@ class ModelParts(ABC):
         """The executor. Raises RuntimeError after the shutdown."""
 
     @abstractmethod
-    def generate(self, prompts: Any, sampling_params: Any) -> list[TrainingSample]:
-        """Complete prompts, each with its own parameters."""
+    def _scored(
+        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool
+    ) -> list[TrainingSample]:
+        """Run requests for logprobs of prompts, each with its own parameters."""
 
     def score_targets(
         self,
         prompts: Sequence[Sequence[int]],
         targets: Sequence[Sequence[Sequence[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
     ) -> list[Logprobs]:
         """Return the logprobs of given token ids at the last positions of prompts.
 
@@ -58,6 +64,7 @@ class ModelParts(ABC):
             targets: For each prompt, lists of token ids for as many of its last positions: a list
                 or an array `[positions, ids]`. -1 asks for nothing.
             sampling_params: One for all, or one for each; only the temperature counts.
+            show_progress: As in `generate`.
 
         Returns:
             For each prompt `[positions, most targets at a position]`, float32, with minus infinity
@@ -68,8 +75,8 @@ class ModelParts(ABC):
         """
         prompts = check_prompts(prompts)
         params = params_of_targets(sampling_params, prompts, targets)
-        found = [each.prompt_token_id_logprobs for each in self.generate(prompts, params)]
-        return cast(list[Logprobs], found)
+        scored = self._scored(prompts, params, show_progress)
+        return cast("list[Logprobs]", [each.prompt_token_id_logprobs for each in scored])
 
     def load_adapter(
         self,

@@ -29,6 +29,8 @@ class Scorer(Protocol):
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
     ) -> Scores: ...
 
     def flush_cache(self) -> None: ...
@@ -63,7 +65,7 @@ class EngineReference:
         add_unquantized(core.model.shards, self._engine._executor.model.module)
         self._shared = core.part(WeightChanges)
 
-    def score(self, *args: Any) -> Scores:
+    def score(self, *args: Any, show_progress: bool = False) -> Scores:
         """Score completions, as the engine's `score`.
 
         Raises:
@@ -74,7 +76,7 @@ class EngineReference:
                 raise weights_lost(lost)
             # Its prefixes may be of former weights.
             self._engine.flush_cache()
-        return self._engine.score(*args)
+        return self._engine.score(*args, show_progress=show_progress)
 
     def with_scores(self, finished: Sequence[Finished]) -> list[TrainingSample]:
         """Return samples with their `ref_logprobs`."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,11 +21,13 @@ from ..bus.public import (
     KVSession,
     OnVersionLag,
 )
-from ..bus.routed_experts import experts_of_sample, packed_experts
-from ..bus.targets import Logprobs, packed_targets, target_array
 from ..config import RequestError, SamplingParams, shown
 from ..stages.admission.arrivals import Accepted
-from .rollouts import Prompt, RequestId, TrainingSample
+from .rollouts import SHARED_FIELDS, Prompt, RequestId, TrainingSample
+
+if TYPE_CHECKING:
+    from ..bus.targets import Logprobs
+    from .chat_renderer import ChatPrompt
 
 _T = TypeVar("_T")
 
@@ -69,7 +72,15 @@ def prompt_of(prompt: Any) -> str | tuple[int, ...]:
     """
     if isinstance(prompt, str):
         return prompt
+    if chat_of(prompt) is not None:
+        return tuple(prompt.token_ids)
     return token_ids_of(prompt, "a prompt is text or token ids", "invalid_prompt")
+
+
+def chat_of(prompt: Any) -> ChatPrompt | None:
+    """Return the prompt if a ChatRenderer made it."""
+    # Its module takes a second to load, and is loaded where there is such a prompt.
+    return prompt if type(prompt).__name__ == "ChatPrompt" else None
 
 
 def prompt_fields(prompt: str | tuple[int, ...]) -> dict[str, Any]:
@@ -101,6 +112,16 @@ def token_ids_of(
     if set(map(type, ids)) <= {int}:
         return ids
     return tuple(_token_id(value, position, rule, ids_code) for position, value in enumerate(ids))
+
+
+def progress_bar(title: str, total: int) -> AbstractContextManager[Any]:
+    """Return a bar of tqdm on standard error, as the result of a `with`; None without a title."""
+    if not title:
+        return nullcontext()
+    from tqdm.auto import tqdm
+
+    bar: AbstractContextManager[Any] = tqdm(desc=title, total=total, unit=" prompts")
+    return bar
 
 
 def whole_number(value: Any, name: str, code: str) -> int:
@@ -209,6 +230,7 @@ class Unfinished(NamedTuple):
     accepted: Accepted
     params: SamplingParams
     request_id: RequestId | None
+    chat: ChatPrompt | None = None
 
 
 class UnfinishedRequests(dict[str, Unfinished]):
@@ -351,14 +373,19 @@ def _checked(params: Params, kind: type[Params]) -> Params:
     return msgspec.convert(plain, kind)
 
 
-_SHARED_FIELDS = set(TrainingSample.__struct_fields__) & set(CompletionSample.__struct_fields__)
-_SHARED_FIELDS -= {"routed_experts"}  # packed there
-
-
 def make_sample(
-    request: Unfinished, completion: Completion, sample: CompletionSample, quantization: str
+    request: Unfinished,
+    completion: Completion,
+    sample: CompletionSample,
+    quantization: str,
+    model_path: str,
 ) -> TrainingSample:
     """Return one sample of a finished request, by weights with codes of the named form."""
+    experts = None
+    if sample.routed_experts is not None:
+        from ..bus.routed_experts import experts_of_sample
+
+        experts = experts_of_sample(completion, sample)
     recipe = completion.recipe
     if recipe is not None and len(recipe.seeds) > 1:
         recipe = msgspec.structs.replace(recipe, seeds=(recipe.seeds[sample.sample_index],))
@@ -369,7 +396,7 @@ def make_sample(
         prompt_top_logprobs=completion.prompt_top_logprobs,
         prompt_token_ranks=completion.prompt_token_ranks,
         prompt_token_id_logprobs=_targets(request.accepted.admitted.sampling, completion),
-        routed_experts=experts_of_sample(completion, sample),
+        routed_experts=experts,
         request_id=request.request_id,
         kv_session=completion.kv_session,
         recipe=recipe,
@@ -377,44 +404,19 @@ def make_sample(
         from_response_cache=completion.usage.cached_completion_tokens > 0,
         time=completion.usage.time,
         billed_ns=completion.usage.billed_ns,
-        **{name: getattr(sample, name) for name in _SHARED_FIELDS},
+        model_path=model_path,
+        chat=request.chat,
+        **{name: getattr(sample, name) for name in SHARED_FIELDS},
     )
 
 
 def _targets(sampling: SamplingParams, completion: Completion) -> Logprobs | None:
     wanted, found = sampling.prompt_logprob_token_ids, completion.prompt_token_id_logprobs
-    return None if wanted is None or found is None else target_array(wanted, found)
+    if wanted is None or found is None:
+        return None
+    from ..bus.targets import target_array
 
-
-def completion_of(*samples: TrainingSample) -> Completion:
-    """Return the terminal message of a request that has these samples."""
-    first = samples[0]
-    experts = [
-        packed_experts(each.routed_experts, len(each.completion_tokens), len(each.prompt_tokens))
-        for each in samples
-    ]
-    return Completion(
-        request_id="" if first.request_id is None else str(first.request_id),
-        entry_id="",
-        status="done",
-        samples=tuple(
-            CompletionSample(
-                sample_index=index,
-                text="",
-                token_ids=sample.completion_tokens,
-                routed_experts=experts[index][1],
-                **{name: getattr(sample, name) for name in _SHARED_FIELDS},
-            )
-            for index, sample in enumerate(samples)
-        ),
-        prompt_token_ids=first.prompt_tokens,
-        prompt_logprobs=first.prompt_logprobs,
-        prompt_top_logprobs=first.prompt_top_logprobs,
-        prompt_token_ranks=first.prompt_token_ranks,
-        prompt_token_id_logprobs=packed_targets(first.prompt_token_id_logprobs),
-        prompt_routed_experts=experts[0][0],
-        recipe=first.recipe,
-    )
+    return target_array(wanted, found)
 
 
 def params_to_score(

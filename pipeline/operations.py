@@ -34,12 +34,16 @@ from ..config import (
 )
 from ..config.wrong_values import told_of
 from .client import BusClient
+from .digest import Digest, RunDigest, VersionDigests
 from .models import served_names
 
 T = TypeVar("T")
 
 CONFIRM_S = 15.0
 """Time limit for a lane to report changed settings of fairness; it reports every second."""
+
+
+_ANY_AGE_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -317,6 +321,51 @@ async def kv_events(
             yield entry
 
 
+async def recorded(client: BusClient, id: str) -> list[Completion]:
+    """Return what is recorded of a request, an entry, a trace, or a call over HTTP."""
+    return await client.recorded(id)
+
+
+async def digest(
+    client: BusClient, ids: Sequence[str] = (), last_s: float | None = None
+) -> RunDigest:
+    """Return the digest of the recorded results.
+
+    Args:
+        client: The client.
+        ids: Only of these requests; `PREFIX*` is all whose ids begin so. Empty: all.
+        last_s: Only of the last seconds; None: all.
+    """
+    found = Digest()
+    await _add_recorded(found, client, ids, last_s)
+    return found.result()
+
+
+async def digests(
+    client: BusClient, ids: Sequence[str] = (), last_s: float | None = None
+) -> dict[int, RunDigest]:
+    """Return the digest of each version of the weights; arguments as for `digest`."""
+    found = VersionDigests()
+    await _add_recorded(found, client, ids, last_s)
+    return found.result()
+
+
+async def _add_recorded(
+    found: Digest | VersionDigests, client: BusClient, ids: Sequence[str], last_s: float | None
+) -> None:
+    async for each in client.bus.results.newest(_ANY_AGE_S if last_s is None else last_s):
+        if is_wanted(each, ids):
+            found.add(each)
+
+
+def is_wanted(completion: Completion, ids: Sequence[str]) -> bool:
+    """Return whether a result is one of the ids, as of `digest`."""
+    id = completion.request_id or completion.entry_id
+    return not ids or any(
+        id.startswith(each[:-1]) if each.endswith("*") else id == each for each in ids
+    )
+
+
 OPERATIONS = {
     "weight_version": Operation(BusClient.weight_version, "read"),
     "update_weights": Operation(update_weights, "weights", changes=True),
@@ -343,7 +392,10 @@ OPERATIONS = {
     "dead_letters": Operation(dead_letters, "admin"),
     "retry_dead_letters": Operation(retry_dead_letters, "admin", changes=True),
     "drop_dead_letters": Operation(drop_dead_letters, "admin", changes=True),
-    # Both have prompts or answers of all tenants.
+    # They have prompts or answers of all tenants, or hashes of them.
+    "recorded": Operation(recorded, "admin"),
+    "digest": Operation(digest, "admin"),
+    "digests": Operation(digests, "admin"),
     "tail": Operation(tail, "admin"),
     "kv_events": Operation(kv_events, "admin"),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
 from ..bus import Bus, open_bus
 from ..bus.control import Drain
@@ -22,7 +23,7 @@ from ..config.forks import check_not_forked
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
 from ..store.board import StageReport, StageState
-from ..store.process_state import identity_of
+from ..store.process_state import ProcessUse, identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing
 from .client import BusClient
 from .scoring import Request, Submitter
@@ -48,13 +49,16 @@ class Heart:
         self._reconnects = 0
         self._host = socket.gethostname()
         self._process = identity_of(os.getpid())
+        self._use = ProcessUse()
         self._early = anyio.Event()
         # The last incarnation and state of each stage, and their begin.
         self._seen: dict[str, tuple[tuple[str, str], float]] = {}
 
     def reports(self) -> list[StageReport]:
         """Return the current reports of this process's stages."""
-        return [self._report(role) for role in self._roles]
+        cpu, memory = self._use.read()
+        reports = [self._report(role) for role in self._roles]
+        return [replace(report, cpu=cpu, memory_bytes=memory) for report in reports]
 
     def beat_soon(self) -> None:
         """Report at once, since a state has changed that others wait for."""
@@ -196,6 +200,13 @@ class Pipeline(Submitter):
         self._heart: Heart
         self._failure: BaseException | None = None
 
+    def __repr__(self) -> str:
+        task: asyncio.Task[None] | None = getattr(self, "_stages_task", None)
+        state = "not entered" if task is None else "left" if task.done() else "entered"
+        if self._failure is not None:
+            state = f"failed: {self._failure}"
+        return f"Pipeline({self.config!r}, {state})"
+
     # --- life ---------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Pipeline:
@@ -220,7 +231,11 @@ class Pipeline(Submitter):
             # The port of a standby is that of the process which it replaces.
             listens = self._called.is_set()
             metrics = setup_metrics(
-                self.config.telemetry, instance, self._with_metrics, listens=listens
+                self.config.telemetry,
+                instance,
+                self._with_metrics,
+                listens=listens,
+                model=self.config.engine.model_name,
             )
             self.metrics = metrics.labelled(labels)
         except BaseException:

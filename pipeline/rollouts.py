@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob, VersionLag
-from ..config import SamplingParams
+from ..bus.public import (
+    Completion,
+    CompletionSample,
+    FinishReason,
+    KVSessionResult,
+    Recipe,
+    TokenLogprob,
+    VersionLag,
+)
+from ..config import RequestError, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +29,9 @@ Prompt = str | Sequence[int]
 RequestId = str | int
 
 
-class TrainingSample(msgspec.Struct, frozen=True, eq=False):
-    """One completion, with what training needs. Equal samples may have taken different times.
+class TrainingSample(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """One completion, with what training needs. Equal samples may have taken different times, and
+    come from copies of a model.
 
     Attributes:
         prompt_tokens: `[prompt]`.
@@ -60,6 +70,10 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         routed_experts: `[tokens - 1, layers, top_k]`, on request: the experts that routers chose
             for each token of prompt and completion but the last, which no pass has computed; 0 in
             layers without experts. Without the first `routed_experts_prompt_start` tokens.
+        text: The completion as text, without special tokens and without a stop string; "" for a
+            model without tokenizer.
+        model_path: The engine's, whose tokenizer parses `message`.
+        chat: The prompt, if it was a ChatPrompt: `message` has its tools' calls.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -89,6 +103,37 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     prompt_token_id_logprobs: npt.NDArray[np.float32] | None = None
     prompt_token_ranks: tuple[int | None, ...] | None = None
     routed_experts: npt.NDArray[np.uint16] | None = None
+    text: str = ""
+    model_path: str = ""
+    chat: Any = None  # msgspec, which writes samples, resolves all types
+
+    @cached_property
+    def message(self) -> dict[str, Any]:
+        """The model's message in OpenAI's form, as `ChatRenderer.read` returns it: role, content,
+        and `reasoning_content` and `tool_calls` if there are any. Parsed once, on first use.
+
+        Raises:
+            RequestError: The sample has no `model_path`: no engine made it.
+            ModelError: The model has no usable tokenizer.
+        """
+        from .chat_renderer import renderer_of
+
+        if not self.model_path:
+            raise RequestError(
+                "this sample has no model_path, whose tokenizer parses the message; parse it with "
+                "ChatRenderer(model_path).read"
+            )
+        renderer = renderer_of(self.model_path)
+        chat = self.chat or renderer.prompt_of(self.prompt_tokens)
+        return renderer.read(chat, self.completion_tokens, self.finish_reason)
+
+    def __repr__(self) -> str:
+        tokens = f"<{len(self.prompt_tokens)} + {len(self.completion_tokens)} tokens>"
+        shown = [repr(self.text) if self.embedding is None else "<embedding>", tokens]
+        shown += [f"{self.finish_reason!r}", f"weight_version={self.weight_version}"]
+        if self.request_id is not None:
+            shown.append(f"request_id={self.request_id!r}")
+        return f"TrainingSample({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainingSample):
@@ -100,12 +145,55 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def _numbers(self) -> tuple[object, ...]:
-        names = (name for name in self.__struct_fields__ if name not in ("time", "billed_ns"))
-        return tuple([_comparable(getattr(self, name)) for name in names])
+        return tuple([_comparable(getattr(self, name)) for name in _COMPARED])
+
+
+_COMPARED = [
+    name
+    for name in TrainingSample.__struct_fields__
+    if name not in ("time", "billed_ns", "model_path", "chat")
+]
 
 
 def _comparable(value: object) -> object:
     return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+
+SHARED_FIELDS = set(TrainingSample.__struct_fields__) & set(CompletionSample.__struct_fields__)
+SHARED_FIELDS -= {"routed_experts"}  # packed there
+
+
+def completion_of(*samples: TrainingSample, request_id: str = "") -> Completion:
+    """Return the terminal message of a request that has these samples."""
+    from ..bus.routed_experts import packed_experts
+    from ..bus.targets import packed_targets
+
+    first = samples[0]
+    experts = [
+        packed_experts(each.routed_experts, len(each.completion_tokens), len(each.prompt_tokens))
+        for each in samples
+    ]
+    return Completion(
+        request_id=request_id or ("" if first.request_id is None else str(first.request_id)),
+        entry_id="",
+        status="done",
+        samples=tuple(
+            CompletionSample(
+                sample_index=index,
+                token_ids=sample.completion_tokens,
+                routed_experts=experts[index][1],
+                **{name: getattr(sample, name) for name in SHARED_FIELDS},
+            )
+            for index, sample in enumerate(samples)
+        ),
+        prompt_token_ids=first.prompt_tokens,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_top_logprobs=first.prompt_top_logprobs,
+        prompt_token_ranks=first.prompt_token_ranks,
+        prompt_token_id_logprobs=packed_targets(first.prompt_token_id_logprobs),
+        prompt_routed_experts=experts[0][0],
+        recipe=first.recipe,
+    )
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ def write_samples(
     logprobs of float32.
 
     Raises:
-        ModuleNotFoundError: Parquet, without the extra `parquet`.
+        ModuleNotFoundError: Parquet, without the extra `batch`.
     """
     if format == "jsonl":
         encoder = msgspec.json.Encoder()

@@ -47,7 +47,11 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def pipeline_status(
-    client: BusClient, stall_timeout_s: float, *, for_operator: bool = False
+    client: BusClient,
+    stall_timeout_s: float,
+    *,
+    for_operator: bool = False,
+    with_tenants: bool = False,
 ) -> PipelineStatus:
     """Return a snapshot over any bus, of the client's model or of all.
 
@@ -57,6 +61,7 @@ async def pipeline_status(
         for_operator: Whether the stages' loads have settings, of which those of fairness name
             tenants, and adapters the paths of their folders. All keys of a gateway may read a
             status without them.
+        with_tenants: Whether fairness's load has the tenants without `for_operator` too.
 
     Raises:
         BusError: The bus can't be reached.
@@ -64,7 +69,11 @@ async def pipeline_status(
     records, reports, backlog = await asyncio.gather(
         client.bus.store.models.read(), client.deployment.reports(), client.deployment.backlog()
     )
-    lanes = lanes_of(reports if for_operator else map(_for_everyone, reports))
+    lanes = lanes_of(
+        reports
+        if for_operator
+        else (_for_everyone(report, with_tenants=with_tenants) for report in reports)
+    )
     states = {id: record.state for id, record in records.items()}
     reason = reason_of(states, lanes)
     return PipelineStatus(
@@ -81,10 +90,11 @@ async def pipeline_status(
     )
 
 
-def _for_everyone(report: StageReport) -> StageReport:
+def _for_everyone(report: StageReport, *, with_tenants: bool) -> StageReport:
+    hidden = ("settings",) if with_tenants else ("settings", "tenants")
     return replace(
         report,
-        load={name: report.load[name] for name in report.load if name != "settings"},
+        load={name: report.load[name] for name in report.load if name not in hidden},
         adapters=tuple(
             replace(each, folder=PurePath(each.folder).name) for each in report.adapters
         ),

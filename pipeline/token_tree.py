@@ -26,7 +26,7 @@ from ..bus.public import CompletionSample, FinishReason
 from ..bus.trees import Turn, read
 from ..config import RequestError, shown
 from ..store.trees import TreeStore
-from .rollouts import TrainingSample
+from .rollouts import TrainingSample, completion_of
 
 
 class SampledSpan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -397,22 +397,11 @@ def _order(key: str) -> tuple[int | str, ...]:
 
 def _turn_of(sample: TrainingSample, place: int) -> Turn:
     recipe = sample.recipe
-    made = CompletionSample(
-        sample_index=0,
-        text="",
-        token_ids=sample.completion_tokens,
-        logprobs=sample.logprobs,
-        finish_reason=sample.finish_reason,
-        weight_version=sample.weight_version,
-        weight_versions=sample.weight_versions,
-        ref_logprobs=sample.ref_logprobs,
-        adapter_version=sample.adapter_version,
-    )
     return Turn(
         key=f"{place}",
         request_id=str(place if sample.request_id is None else sample.request_id),
         model="" if recipe is None else recipe.adapter,
         prompt=sample.prompt_tokens,
-        samples=(made,),
+        samples=completion_of(sample).samples,
         images=() if recipe is None else recipe.images,
     )

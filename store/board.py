@@ -47,6 +47,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
         model: The lane's model, in a deployment of several.
         process: `identity_of` the process.
         process_state: The process's state if it runs on the reader's machine; set by `read`.
+        cpu: Cores that the process has used of late, with all its threads.
+        memory_bytes: Its resident memory; 0 where /proc has none.
     """
 
     lane: str
@@ -64,6 +66,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     process: str = ""
     process_state: ProcessState = "unknown"
+    cpu: float = 0.0
+    memory_bytes: int = 0
 
 
 class StageBoard:

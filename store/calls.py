@@ -13,7 +13,7 @@ may count a call too often for a while, and never too seldom.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, cast, get_args
 
 import msgspec
@@ -179,6 +179,13 @@ class CallStore:
         if raw is not None and deleted:
             charge = _decoded(raw)
             await self._records.run_all(self._count(charge, -charge.size))
+
+    async def drop_named(self, names: Sequence[str]) -> None:
+        """Delete calls that have ended, by the names that they have claimed."""
+        found = await self._records.run_all([("GET", self._keys.name(name)) for name in names])
+        for name, call_id in zip(names, found, strict=True):
+            if call_id is not None:
+                await self.drop(call_id.decode(), name)
 
     async def attach(self, names: Mapping[str, str], for_s: float) -> None:
         """Attach to calls for `for_s` seconds; a shorter time than before is ignored.

@@ -7,6 +7,7 @@ at once, for processes of the reader's own machine and PID namespace.
 from __future__ import annotations
 
 import os
+import time
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,28 @@ def identity_of(pid: int) -> str:
     """
     machine, started = _machine(), _stat(pid)[1]
     return f"{machine}/{started}" if machine and started else ""
+
+
+class ProcessUse:
+    """Processor time and memory of this process."""
+
+    _LEAST_S = 0.5
+
+    def __init__(self) -> None:
+        self._cpu = 0.0
+        self._seen = time.monotonic(), time.process_time()
+
+    def read(self) -> tuple[float, int]:
+        """Return the cores in use, over the half second before or longer, and resident bytes."""
+        seen = time.monotonic(), time.process_time()
+        passed_s, used_s = (now - before for now, before in zip(seen, self._seen, strict=True))
+        if passed_s >= self._LEAST_S:
+            self._cpu, self._seen = used_s / passed_s, seen
+        try:
+            pages = int((_PROC / "self/statm").read_bytes().split()[1])
+        except (OSError, IndexError):
+            pages = 0
+        return round(self._cpu, 2), pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def state_of(pid: int, process: str) -> ProcessState:

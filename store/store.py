@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import BusConfig
+from .batches import BatchStore
+from .blobs import RecordBlobs
 from .board import StageBoard
 from .calls import CallStore
+from .files import FileStore
 from .forks import ForkStore
 from .images import ImageStore, MemoryImages
 from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
@@ -38,6 +41,9 @@ class Store:
         images: Decoded images of requests.
         forks: Prompts of forks in flight.
         trees: Token trees of sessions.
+        files: Files of tenants.
+        blobs: Contents of files, where they are kept on the bus.
+        batches: Batches of lines.
     """
 
     board: StageBoard
@@ -52,6 +58,9 @@ class Store:
     images: ImageStore
     forks: ForkStore
     trees: TreeStore
+    files: FileStore
+    blobs: RecordBlobs
+    batches: BatchStore
 
 
 def store_on(
@@ -75,6 +84,9 @@ def store_on(
         images,
         ForkStore(keys, records),
         TreeStore(config, keys, records),
+        FileStore(keys, records),
+        RecordBlobs(keys, records),
+        BatchStore(keys, records),
     )
 
 

@@ -5,6 +5,10 @@ from . import instruments as instruments
 from . import names as names
 from .context import TraceContext as TraceContext
 from .context import is_sampled as is_sampled
+from .gen_ai import PROVIDER as PROVIDER
+from .gen_ai import Operation as Operation
+from .gen_ai import operation_of as operation_of
+from .gen_ai import usage_attributes as usage_attributes
 from .log_output import LogOutput as LogOutput
 from .logs import setup_logging as setup_logging
 from .metrics import Labels as Labels

@@ -1,7 +1,7 @@
 """Every metric: its name, unit, description and attributes.
 
-Names with `gen_ai.` and `http.` are those of OpenTelemetry's conventions,
-https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ and
+Names with `gen_ai.` and `http.`, and the buckets of the first, are those of OpenTelemetry's
+conventions, https://github.com/open-telemetry/semantic-conventions-genai (gen-ai-metrics.md) and
 https://opentelemetry.io/docs/specs/semconv/http/http-metrics/ ; the others start with `nano.`.
 Units are UCUM's, https://ucum.org ; text in braces is an annotation. Prometheus shows names with
 underscores, `_seconds` after times and `_total` after counters.
@@ -62,6 +62,12 @@ TRANSFER_SECONDS: tuple[float, ...] = (0.00005, 0.0001, 0.0002, 0.0003, *SECONDS
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
 # The buckets of OpenTelemetry's conventions.
 TOKENS = tuple(float(4**power) for power in range(14))
+GEN_AI_SECONDS = tuple(2**power / 100 for power in range(14))
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0),
+)
+OUTPUT_TOKEN_SECONDS = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),)
 
 
 def _seconds(name: str, description: str, *attributes: str) -> Instrument:
@@ -84,11 +90,36 @@ MODEL_ROUTES = _counter(
 MOE_REQUESTS = _counter(
     "nano.moe.requests", "{request}", "Requests for MoE models.", names.REQUEST_MODEL
 )
-REQUEST_DURATION = _seconds(
-    "gen_ai.server.request.duration", "Admission to last token.", *_GEN_AI, names.ERROR_TYPE
+OPERATION_DURATION = _histogram(
+    "gen_ai.client.operation.duration",
+    "s",
+    "A call's head, or a request's publication, to its whole answer.",
+    GEN_AI_SECONDS,
+    *_GEN_AI,
+    names.ERROR_TYPE,
 )
-TIME_TO_FIRST_TOKEN = _seconds(
-    "gen_ai.server.time_to_first_token", "Admission to first token.", *_GEN_AI, names.PRIORITY
+TIME_TO_FIRST_CHUNK = _histogram(
+    "gen_ai.client.operation.time_to_first_chunk",
+    "s",
+    "The same to the first chunk of a stream.",
+    GEN_AI_SECONDS,
+    *_GEN_AI,
+)
+REQUEST_DURATION = _histogram(
+    "gen_ai.server.request.duration",
+    "s",
+    "Admission to last token.",
+    GEN_AI_SECONDS,
+    *_GEN_AI,
+    names.ERROR_TYPE,
+)
+TIME_TO_FIRST_TOKEN = _histogram(
+    "gen_ai.server.time_to_first_token",
+    "s",
+    "Admission to first token.",
+    FIRST_TOKEN_SECONDS,
+    *_GEN_AI,
+    names.PRIORITY,
 )
 QUEUE_DURATION = _seconds(
     "nano.request.queue.duration", "Time from admission to a request's first step.", names.PRIORITY
@@ -99,8 +130,12 @@ PREFILL_DURATION = _seconds(
 DECODE_DURATION = _seconds(
     "nano.request.decode.duration", "Time from the first to the last token.", names.PRIORITY
 )
-TIME_PER_OUTPUT_TOKEN = _seconds(
-    "gen_ai.server.time_per_output_token", "Mean time per token after the first.", *_GEN_AI
+TIME_PER_OUTPUT_TOKEN = _histogram(
+    "gen_ai.server.time_per_output_token",
+    "s",
+    "Mean time per token after the first.",
+    OUTPUT_TOKEN_SECONDS,
+    *_GEN_AI,
 )
 TOKEN_INTERVAL = _seconds("nano.token.interval", "Time between two tokens of a sample.")
 TOKEN_USAGE = _histogram(

@@ -33,10 +33,12 @@ class LogOutput(io.TextIOBase):
 
     Attributes:
         has_bar: Whether a progress bar is shown below the lines.
+        copy: Takes all lines of this process, too; never raises.
     """
 
     encoding = "utf-8"
     has_bar: ClassVar[bool] = False
+    copy: ClassVar[Callable[[str], None] | None] = None
 
     def __init__(self, stream: TextIO, notice: Callable[[int], str]) -> None:
         """Args: the destination; the renderer of a line with the number of dropped lines."""
@@ -51,6 +53,8 @@ class LogOutput(io.TextIOBase):
     def write(self, text: str) -> int:
         """Write whole lines, or drop and count them."""
         with self._lock:
+            if LogOutput.copy is not None:
+                LogOutput.copy(text)
             before = "\n" if self._is_torn else ""
             if LogOutput.has_bar and self.isatty():
                 before = BAR_CLEARED

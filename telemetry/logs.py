@@ -7,6 +7,7 @@ with any content.
 from __future__ import annotations
 
 import logging
+import os
 import reprlib
 import sys
 import threading
@@ -44,6 +45,16 @@ _REQUESTED = frozenset({"http_call", "request_admitted"})
 _Event = MutableMapping[str, Any]
 
 
+def has_cursor(stream: TextIO) -> bool:
+    """Whether a stream is a terminal whose cursor can be moved; with TERM=dumb it can't."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that shows colours; NO_COLOR and TERM=dumb turn them off."""
+    return has_cursor(stream) and not os.environ.get("NO_COLOR")
+
+
 def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> None:
     """Send our log lines, and those of libraries, through one renderer.
 
@@ -64,7 +75,7 @@ def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> Non
         structlog.processors.format_exc_info,
         _Bounded(
             structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+                colors=has_colours(sys.stderr), exception_formatter=structlog.dev.plain_traceback
             )
             if as_text
             else structlog.processors.JSONRenderer()

@@ -14,12 +14,15 @@ from ..config import ConfigError, TelemetryConfig
 from . import names
 from .instruments import INSTRUMENTS, LOG_DROPPED, Instrument
 from .log_output import dropped_lines
-from .spans import resource_of
+from .spans import resource_of, scope
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, Observation
     from opentelemetry.sdk.metrics import MeterProvider
     from prometheus_client import CollectorRegistry
+
+    from ..bus.public import Completion
+    from .aliases import Aliases
 
 Labels = Mapping[str, str]
 
@@ -38,22 +41,29 @@ class Metrics:
         provider: The destination; None for none.
         close: Ends its exposition.
         registry: Reads it.
+        aliases: Records the metrics of another engine, too; None for none.
     """
 
     provider: MeterProvider | None = None
     close: Callable[[], None] = lambda: None
     registry: CollectorRegistry | None = None
+    aliases: Aliases | None = None
 
     def __post_init__(self) -> None:
         self._always: Labels = _NO_LABELS
         self._record: dict[str, Callable[[float, Labels], None]] = {}
         if self.provider is not None:
-            meter = self.provider.get_meter("nano_inference")
+            meter = self.provider.get_meter(scope().name, scope().version, scope().schema_url)
             self._record = {
                 instrument.name: _recorder(meter, instrument)
                 for instrument in INSTRUMENTS
                 if instrument is not LOG_DROPPED
             }
+            if self.aliases is not None:
+                self._record = {
+                    name: _both(record, self.aliases.recorder(name))
+                    for name, record in self._record.items()
+                }
             # Counted by the log output, for the whole process.
             meter.create_observable_counter(
                 LOG_DROPPED.name, [_dropped_lines], LOG_DROPPED.unit, LOG_DROPPED.description
@@ -72,6 +82,11 @@ class Metrics:
         record = self._record.get(instrument.name)
         if record is not None:
             record(value, {**self._always, **labels} if self._always else labels)
+
+    def ended(self, completion: Completion) -> None:
+        """Record a request that has ended in the metrics of another engine, if there are any."""
+        if self.aliases is not None:
+            self.aliases.ended(completion, self._always)
 
     def labelled(self, labels: Labels) -> Metrics:
         """Return the same metrics with these labels on every measurement."""
@@ -138,7 +153,12 @@ def priority_label(priority: int) -> str:
 
 
 def setup_metrics(
-    config: TelemetryConfig, instance: str, without_port: bool = False, *, listens: bool = True
+    config: TelemetryConfig,
+    instance: str,
+    without_port: bool = False,
+    *,
+    listens: bool = True,
+    model: str = "",
 ) -> Metrics:
     """Set up metrics of this process, at `http://metrics_host:metrics_port/metrics`.
 
@@ -147,6 +167,7 @@ def setup_metrics(
         instance: The process's `service.instance.id`.
         without_port: Record them even without a port, for `Metrics.exposition`.
         listens: Whether to listen on the port already; else `Metrics.listen` does.
+        model: The model of measurements that name none, for the metrics of another engine.
 
     Raises:
         ConfigError: The port is taken, or the address is not this machine's.
@@ -163,7 +184,12 @@ def setup_metrics(
     provider = MeterProvider(
         [reader], resource_of(config, instance), exemplar_filter=AlwaysOffExemplarFilter()
     )
-    metrics = Metrics(provider, registry=registry)
+    aliases = None
+    if config.metric_names != "nano":
+        from .aliases import open_aliases
+
+        aliases = open_aliases(config.metric_names, registry, model)
+    metrics = Metrics(provider, registry=registry, aliases=aliases)
     if listens:
         try:
             metrics.listen(config)
@@ -178,6 +204,19 @@ def _dropped_lines(options: object) -> Iterator[Observation]:
 
     for reason, lines in dropped_lines.items():
         yield Observation(lines, {names.LOG_REASON: reason})
+
+
+def _both(
+    record: Callable[[float, Labels], None], alias: Callable[[float, Labels], None] | None
+) -> Callable[[float, Labels], None]:
+    if alias is None:
+        return record
+
+    def record_both(value: float, labels: Labels) -> None:
+        record(value, labels)
+        alias(value, labels)
+
+    return record_both
 
 
 def _recorder(meter: Meter, instrument: Instrument) -> Callable[[float, Labels], None]:

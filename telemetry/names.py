@@ -1,7 +1,8 @@
 """Names of attributes and events, with their sources. Metrics are in `instruments`.
 
 OpenTelemetry's semantic conventions: GenAI (gen_ai.*), messaging (messaging.*), error (error.*),
-HTTP (http.*, url.*, client.*). Our own names start with `nano.`.
+HTTP (http.*, url.*, client.*), by the package `opentelemetry-semantic-conventions` 0.66. Our own
+names start with `nano.`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# Of that package, https://opentelemetry.io/docs/specs/semconv/
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+
 # Resource: https://opentelemetry.io/docs/specs/semconv/resource/#service
 SERVICE_NAME = "service.name"
 SERVICE_INSTANCE_ID = "service.instance.id"
+SERVICE_VERSION = "service.version"
 
-# https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
-# and .../gen-ai/gen-ai-metrics/
+# https://github.com/open-telemetry/semantic-conventions-genai: gen-ai-spans.md, gen-ai-metrics.md
 REQUEST_MODEL = "gen_ai.request.model"
+CHOICES = "gen_ai.request.choice.count"
+SEED = "gen_ai.request.seed"
+STREAM = "gen_ai.request.stream"
+MAX_TOKENS = "gen_ai.request.max_tokens"
+TEMPERATURE = "gen_ai.request.temperature"
+TOP_K = "gen_ai.request.top_k"
+TOP_P = "gen_ai.request.top_p"
+FREQUENCY_PENALTY = "gen_ai.request.frequency_penalty"
+PRESENCE_PENALTY = "gen_ai.request.presence_penalty"
+OUTPUT_TYPE = "gen_ai.output.type"
+CONVERSATION_ID = "gen_ai.conversation.id"
+RESPONSE_ID = "gen_ai.response.id"
+RESPONSE_MODEL = "gen_ai.response.model"
+TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
 TOKEN_TYPE = "gen_ai.token.type"
@@ -47,7 +66,6 @@ TENANT = "nano.request.tenant"
 PRIORITY = "nano.request.priority"
 EPOCH = "nano.epoch"
 FIRST_TOKEN = "nano.first_token"
-CACHED_TOKENS = "nano.usage.cached_tokens"
 STATUS = "nano.request.status"
 SAMPLE_INDEX = "nano.request.sample_index"
 CONSTRAINT = "nano.request.constraint"
@@ -101,6 +119,7 @@ DEVICE_TIME_S = "nano.step.device_time_s"
 STEP_ID = "nano.step.id"
 DRAFT_TOKENS = "nano.spec_decode.draft_tokens"
 ACCEPTED_TOKENS = "nano.spec_decode.accepted_tokens"
+SLICE_TOKENS = "nano.slice.tokens"
 KEPT_TOKENS = "nano.replay.kept_tokens"
 
 TIME_CAUSE = "nano.time.cause"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import ClassVar, Literal
 
@@ -18,12 +20,16 @@ from ..config.logger import get_logger
 from . import names
 from .context import TraceContext
 
-Attributes = Mapping[str, str | int | float | tuple[str, ...]]
+Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
 
-Kind = Literal["internal", "server"]
+Kind = Literal["internal", "server", "client", "producer"]
 """OpenTelemetry's span kinds that occur here."""
 
-SCOPE = InstrumentationScope("nano_inference")
+
+@cache
+def scope() -> InstrumentationScope:
+    """Return the origin of all spans and metrics: this package, and its names' conventions."""
+    return InstrumentationScope("nano_inference", version("nano-inference"), names.SCHEMA_URL)
 
 
 class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
@@ -43,7 +49,8 @@ class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
         events: Names and timestamps.
         links: Valid traceparents of related traces.
         error: Description of its error status; "" for success.
-        kind: "server" if it answers a call from outside.
+        kind: "server" answers a call from outside, "client" awaits a request's outputs,
+            "producer" publishes one.
     """
 
     name: str
@@ -84,7 +91,7 @@ class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
             status=Status(StatusCode.ERROR, self.error) if self.error else Status(),
             start_time=self.start_ns,
             end_time=self.end_ns,
-            instrumentation_scope=SCOPE,
+            instrumentation_scope=scope(),
         )
 
 
@@ -114,8 +121,12 @@ def resource_of(
     config: TelemetryConfig, instance: str, labels: Mapping[str, str] | None = None
 ) -> Resource:
     """Return a process's attributes: its service, its `service.instance.id`, and more labels."""
-    own = {names.SERVICE_NAME: config.service_name, names.SERVICE_INSTANCE_ID: instance}
-    return Resource.create({**own, **(labels or {})})
+    own = {
+        names.SERVICE_NAME: config.service_name,
+        names.SERVICE_VERSION: scope().version,
+        names.SERVICE_INSTANCE_ID: instance,
+    }
+    return Resource.create({**own, **(labels or {})}, names.SCHEMA_URL)
 
 
 def finished(spans: Sequence[object]) -> Iterator[FinishedSpan]:

@@ -19,9 +19,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from ..config import line_safe
 from . import names
 from .context import TraceContext
-from .spans import SCOPE, FinishedSpan, finished
+from .spans import FinishedSpan, finished, scope
 
-_KINDS, _ERROR = {"internal": 1, "server": 2}, 2
+_KINDS, _ERROR = {"internal": 1, "server": 2, "client": 3, "producer": 4}, 2
 
 Value = str | int | float | bool | list[str]
 
@@ -39,11 +39,13 @@ class FileExporter(SpanExporter):
         # The same for all spans of a process, so encoded once.
         attributes = _attributes(resource.attributes)
         self._resource = msgspec.Raw(msgspec.json.encode({"attributes": attributes}))
+        self._scope = {"name": scope().name, "version": scope().version}
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter. A full disk only loses spans."""
-        scope = {"scope": {"name": SCOPE.name}, "spans": list(map(_encoded, finished(spans)))}
-        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
+        schema = {"schemaUrl": names.SCHEMA_URL}
+        made = {"scope": self._scope, "spans": list(map(_encoded, finished(spans))), **schema}
+        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [made], **schema}]}
         try:
             os.write(self._file, line_safe(msgspec.json.encode(line)) + b"\n")
         except OSError:

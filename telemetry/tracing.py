@@ -88,7 +88,7 @@ class Tracing:
             error: A stable error code.
             own: The context that `begin` or `begin_below` returned for this span, if other spans
                 or processes have its ids.
-            kind: "server" if the span answers a call from outside.
+            kind: See `FinishedSpan`.
         """
         if self._provider is None:
             return

@@ -212,6 +212,14 @@ def shared_template_workers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs of tests register themselves here, and find nothing that runs elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def paths_compiled_once() -> Iterator[None]:
     """Each application has a hundred routes, whose paths are the same in all of them."""
     from starlette import routing

@@ -214,8 +214,9 @@ def serve_programs(connection: socket.socket) -> None:
     file, stdout, log, whole_end, *others, variables = arguments
     os.environ.clear()
     os.environ.update(json.loads(variables))
-    # Who starts us in the background has it ignored.
+    # Who starts us in the background, or by `nohup`, has them ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for path, how, numbers in ((stdout, os.O_TRUNC, (1,)), (log, os.O_APPEND, (1, 2))):
         if path:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | how)

@@ -20,7 +20,12 @@ from nano_inference.config import DEFAULT_URL
 from nano_inference.text.messages import MessageReader, Reading, Tool, find_format
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "tutorial").glob("*.md")),
+]
 LIMIT_S = 120
 
 
@@ -65,6 +70,17 @@ def test_settings_page_has_the_settings_docstrings() -> None:
     """`python docs/write_settings.py` writes the page."""
     writer = runpy.run_path(str(ROOT / "docs" / "write_settings.py"))
     assert writer["page"]() == writer["PAGE"].read_text()
+
+
+def test_page_of_commands_has_the_commands_of_the_program() -> None:
+    """`python docs/write_commands.py` writes the page."""
+    writer = runpy.run_path(str(ROOT / "docs" / "write_commands.py"))
+    assert writer["page"]() == writer["PAGE"].read_text()
+
+
+def test_the_readme_is_short() -> None:
+    """What a newcomer reads first; the rest is in docs/."""
+    assert len((ROOT / "README.md").read_text().split()) < 1_200
 
 
 def test_page_of_tools_has_each_message_format() -> None:
@@ -136,8 +152,8 @@ def test_the_path_to_read_is_short_and_connected() -> None:
 
 
 def test_each_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {str(page.relative_to(ROOT / "docs")) for page in DOCUMENTS[2:]} - {"index.md"}
     assert {page for page in pages if f"({page})" not in index} == set()
 
 

@@ -187,11 +187,12 @@ def test_no_work_waits_for_the_threads_that_all_share() -> None:
     assert not found, "name a limiter"
 
 
-def test_each_sampling_parameter_is_checked_by_admission() -> None:
+def test_each_sampling_parameter_is_checked() -> None:
     """By the range in the table, or by a check of its own; every truth value is good."""
+    folders = (ROOT / "stages" / "admission", ROOT / "config")
     refused = {
         node.value.removeprefix("invalid_")
-        for path in (ROOT / "stages" / "admission").glob("*checks.py")
+        for path in (*folders[0].glob("*checks.py"), *folders[1].glob("sampling*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }

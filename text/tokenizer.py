@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, RequestError, SamplingParams, missing_model, prompt_too_long, shown
+from ..config.errors import ParameterError
 from .grammar_tokenizer import is_special
 from .model_folder import folder_of, read_json
 from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary
@@ -276,14 +277,8 @@ def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -
     return frozenset() if own is None else frozenset((int(own),))
 
 
-_SAMPLING: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "temperature": (float, lambda x: x == 0 or 1e-4 <= x <= 1e4, "0 or from 0.0001 to 10000"),
-    "top_k": (int, lambda x: 0 <= x < 2**63, "0 or a number of tokens"),
-    "top_p": (float, lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    "min_p": (float, lambda x: 0 <= x <= 1, "from 0 to 1"),
-    "repetition_penalty": (float, lambda x: 1e-4 <= x <= 10, "from 0.0001 to 10"),
-}
-"""Settings taken from generation_config.json, within admission's ranges."""
+_ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Settings taken from generation_config.json."""
 
 
 def default_sampling_params(folder: Path) -> SamplingParams:
@@ -305,18 +300,13 @@ def default_sampling_params(folder: Path) -> SamplingParams:
     do_sample = settings.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ModelError(f"{path}: do_sample is {do_sample!r}; it must be true or false")
-    values: dict[str, Any] = {}
-    for name, (kind, holds, wanted) in _SAMPLING.items():
-        value = settings.get(name)
-        if value is None:
-            continue
-        is_number = type(value) is int or (kind is float and type(value) is float)
-        if not is_number or not math.isfinite(value) or not holds(value):
-            raise ModelError(f"{path}: {name} is {value!r}; it must be {wanted}")
-        values[name] = kind(value)
+    values = {name: settings[name] for name in _ADVISED if settings.get(name) is not None}
     if do_sample is False:
         values["temperature"] = 0.0
-    return SamplingParams(**values)
+    try:
+        return SamplingParams(**values)
+    except ParameterError as error:
+        raise ModelError(f"{path}: {error}") from None
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -254,6 +254,9 @@ class MemoryBus:
         self.kv_events = MemoryKVEvents(config.kv_events_maxlen)
         self.store = memory_store(config)
 
+    def __repr__(self) -> str:
+        return f"MemoryBus({self._config!r})"
+
     def of_model(self, model: str) -> Bus:
         """Raise BusError: the memory bus serves one model."""
         raise _one_model()

@@ -127,8 +127,7 @@ class MemoryResults:
         return Tail(self._terminal)
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
-        ends = [self._routes[entry_id].outputs[-1] for entry_id in self._finished]
-        kept = [end for end in ends if isinstance(end, Completion)]
+        kept = [each for each, _ in self._records]
         since = kept[-1].timings.finished_ns - within_s * 1e9 if kept else 0
         for completion in kept:
             if completion.timings.finished_ns >= since:

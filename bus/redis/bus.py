@@ -88,6 +88,9 @@ class RedisBus:
         self.store = store_on(self._commands, self._keys, config, self._limits, RedisImages(*own))
         self.routing = RedisRouting(config, *own, self.results)
 
+    def __repr__(self) -> str:
+        return f"RedisBus({self._config!r})"
+
     @property
     def model(self) -> str:
         return self._config.model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,17 +11,15 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 
-from ...config import NanoInferenceError, split_role
+from ...config import NanoInferenceError
 from ...pipeline.health import problem_of, roles_of
 from ...pipeline.status import PipelineStatus, of_models
 from ..caller import Caller, may_use
-from ..serving.request_log import RequestLog, TenantUse
+from ..serving.request_log import RequestLog
+from .history import History, Point, point_of
 
 EVERY_S = 1.0
 """Period of snapshots; the lanes report once a second."""
-
-HISTORY = 600
-"""Points of the charts: ten minutes, as far as a viewer was connected."""
 
 HIDDEN_LOADS = ("settings", "expert_owners")
 
@@ -57,15 +54,17 @@ class Snapshot(NamedTuple):
     at_ms: int
     status: PipelineStatus | None
     problem: str
-    tenants: list[TenantUse]
-    gateway: dict[str, int]
 
 
 class Feed:
-    """Reads the state once a second while a viewer is connected, and never otherwise.
+    """Reads the state once a second for all viewers, and for the history that `keep` fills.
 
     Each viewer waits for the next snapshot and takes the newest: one that is slow skips some, and
     none has a queue that grows.
+
+    Attributes:
+        history: The points of the charts.
+        reads: Number of reads so far.
     """
 
     def __init__(
@@ -83,16 +82,13 @@ class Feed:
         self._latest: Snapshot | None = None
         self._changed = anyio.Event()
         self._closed = False
-        self._points: deque[list[float]] = deque(maxlen=HISTORY)
+        self.history = History()
         self._encoded: dict[Viewer, bytes] = {}
         self.reads = 0
 
     async def snapshots(self, viewer: Viewer) -> AsyncGenerator[tuple[str, bytes], None]:
-        """Yield the name and the JSON of events: the history once, then snapshots."""
+        """Yield the name and the JSON of events."""
         with self._watching():
-            # Its totals are those of all models.
-            points = list(self._points) if viewer.models is None else []
-            yield "history", msgspec.json.encode(points)
             seen: Snapshot | None = None
             while not self._closed:
                 if self._latest is seen or self._latest is None:
@@ -100,6 +96,17 @@ class Feed:
                     continue
                 seen = self._latest
                 yield "snapshot", self._encode(seen, viewer)
+
+    async def keep(self) -> None:
+        """Read until cancelled, so that charts begin before a viewer comes."""
+        with self._watching():
+            await anyio.sleep_forever()
+
+    def points(self, viewer: Viewer) -> dict[str, list[Point]]:
+        """Return the history; empty for a viewer of some models, since its totals are of all."""
+        if viewer.models is not None:
+            return {"seconds": [], "minutes": []}
+        return {"seconds": list(self.history.seconds), "minutes": self.history.minutes}
 
     def close(self) -> None:
         """End all viewers' streams: the gateway stops."""
@@ -128,10 +135,8 @@ class Feed:
                 status = await self._read()
             except NanoInferenceError as error:
                 problem = error.message
-            self._latest = Snapshot(
-                int(time.time() * 1000), status, problem, list(self._log.tenants()), self._gateway()
-            )
-            self._points.append(_point(self._latest))
+            self._latest = Snapshot(int(time.time() * 1000), status, problem)
+            self.history.add(point_of(self._latest.at_ms, status))
             self._encoded.clear()
             changed, self._changed = self._changed, anyio.Event()
             changed.set()
@@ -148,11 +153,11 @@ class Feed:
         caller = Caller(models=viewer.models)
         if status is not None and status.models and viewer.models is not None:
             status = of_models(status, [each for each in status.models if may_use(caller, each)])
-        tenants = [each for each in snapshot.tenants if viewer.tenant in (None, each.tenant)]
+        tenants = [each for each in self._log.tenants() if viewer.tenant in (None, each.tenant)]
         return {
             "at_ms": snapshot.at_ms,
             "problem": snapshot.problem,
-            "gateway": snapshot.gateway | {"requests": self._log.changes},
+            "gateway": self._gateway() | {"requests": self._log.changes},
             "tenants": sorted(tenants, key=lambda each: -each.tokens)[:32],
             "status": None if status is None else _status(status),
         }
@@ -170,27 +175,3 @@ def _status(status: PipelineStatus) -> dict[str, Any]:
                 name: each for name, each in report.load.items() if name not in HIDDEN_LOADS
             }
     return found
-
-
-def _point(snapshot: Snapshot) -> list[float]:
-    """Return a point of the charts: time in ms, tokens/s, in flight, queued, running, KV blocks in
-    use and in all, the newest weight version."""
-    totals = dict.fromkeys(("tokens_per_s", "running", "kv_free", "kv_total", "weights"), 0.0)
-    status = snapshot.status
-    for lane in status.lanes if status is not None else ():
-        for role, report in lane.stages.items():
-            load = report.load
-            for name in totals:
-                if isinstance(value := load.get(name, 0), int | float):
-                    totals[name] += value
-            if split_role(role)[0] == "executor":
-                version = float(load.get("weight_version", 0) or 0)
-                totals["weights"] = max(totals["weights"], version)
-    in_flight = status.in_flight if status is not None else 0
-    queued = status.queue_length if status is not None else 0
-    used = totals["kv_total"] - totals["kv_free"]
-    rate, running = totals["tokens_per_s"], totals["running"]
-    return [
-        *(snapshot.at_ms, rate, in_flight, queued, running),
-        *(used, totals["kv_total"], totals["weights"]),
-    ]

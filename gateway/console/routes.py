@@ -18,7 +18,7 @@ from ..call import Call
 from ..caller import Caller
 from ..server.http import EventStream, JsonResponse, Response, SendEvent
 from ..serving.lane_state import Readiness
-from ..serving.request_log import LoggedRequest, RequestLog
+from ..serving.request_log import PREVIEW_TOKENS, PROMPT_TOKENS, LoggedRequest, RequestLog
 from ..serving.services import Services
 from ..serving.tokenizer import Tokenizer
 from .feed import Feed, viewer_of
@@ -68,17 +68,20 @@ def console_routes(
 
     async def events(call: Call) -> Response:
         """Snapshots as server-sent events."""
-        viewer = viewer_of(call.caller)
 
         async def produce(send: SendEvent) -> None:
             with anyio.move_on_after(STREAM_S):
-                async with aclosing(feed.snapshots(viewer)) as snapshots:
+                async with aclosing(feed.snapshots(viewer_of(call.caller))) as snapshots:
                     async for name, data in snapshots:
                         if readiness.draining:  # it waits for its calls to end
                             return
                         await send(data, name=name)
 
         return EventStream(produce, config.gateway.comment_s, ids=False)
+
+    async def history(call: Call) -> Response:
+        """The points of the charts."""
+        return await _compressed(call, msgspec.json.encode(feed.points(viewer_of(call.caller))))
 
     async def requests(call: Call) -> Response:
         """The requests that changed after `after`, a change's number."""
@@ -105,13 +108,14 @@ def console_routes(
         await _read_prompt(found, models())
         detail = log.detail(found.id)
         if detail and (tokenizer := await _tokenizer(found, models())) is not None:
-            _add_texts(detail, tokenizer)
+            _add_texts(detail, tokenizer, found.prompt_tokens)
         return _json({"request": found, "detail": detail})
 
     return [
         *file_routes(),
         PolicyRoute("GET /console/session", "read", session),
         PolicyRoute("GET /console/events", "read", events),
+        PolicyRoute("GET /console/history", "read", history),
         PolicyRoute("GET /console/requests", "read", requests),
         PolicyRoute("GET /console/requests/{request_id:path}", "read", one),
     ]
@@ -161,13 +165,20 @@ async def _read_prompt(found: LoggedRequest, models: Sequence[Services]) -> None
     """Replace the tokens of a prompt by their text, when it is first read."""
     if isinstance(found.prompt, tuple):
         tokenizer = await _tokenizer(found, models)
-        found.prompt = "" if tokenizer is None else tokenizer.text(found.prompt, skip_special=True)
+        text = "" if tokenizer is None else tokenizer.text(found.prompt, skip_special=True)
+        found.prompt = _marked(text, len(found.prompt), PREVIEW_TOKENS, found.prompt_tokens)
 
 
-def _add_texts(detail: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Add the texts of tokens."""
+def _add_texts(detail: dict[str, Any], tokenizer: Tokenizer, tokens: int) -> None:
+    """Add the texts of tokens. `tokens`: of the whole prompt."""
     if not detail["prompt"]:
-        detail["prompt"] = tokenizer.text(detail["prompt_token_ids"], skip_special=False)
+        text = tokenizer.text(detail["prompt_token_ids"], skip_special=False)
+        detail["prompt"] = _marked(text, len(detail["prompt_token_ids"]), PROMPT_TOKENS, tokens)
     del detail["prompt_token_ids"]
     for sample in detail["samples"]:
         sample["tokens_text"] = [tokenizer.token(each) for each in sample.pop("token_ids")]
+
+
+def _marked(text: str, kept: int, most: int, tokens: int) -> str:
+    """Return a prompt's text, with a mark if only its last tokens are kept."""
+    return f"…{text}" if kept == most < tokens else text

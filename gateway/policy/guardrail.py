@@ -232,6 +232,8 @@ def text_of(request: GenerateRequest, tokenizer: Tokenizer) -> str:
     """Return a prompt as text."""
     if request.prompt is not None:
         return request.prompt
+    if request.messages is not None:
+        return "\n".join(each.text for each in request.messages)
     # Admission refuses ids that are no tokens of the model.
     token_ids = [each for each in request.prompt_token_ids or () if 0 <= each < 2**32]
     return tokenizer.text(token_ids, skip_special=True)

@@ -21,6 +21,7 @@ from ..caller import AppliedLimits, Caller, Needed, may
 from .document import ApiKey, PolicyDocument
 
 _KEY = re.compile(r"ni-([0-9a-f]{12})-[A-Za-z0-9_-]{43}")
+_KEY_ID = re.compile(r"[0-9a-f]{12}")
 # In the bytes of a head that isn't parsed yet.
 _KEY_IN_HEAD = re.compile(
     rb"\r\n(?:authorization:[ \t]*bearer[ \t]+|(?:x-)?api-key:[ \t]*)ni-([0-9a-f]{12})-",
@@ -90,18 +91,22 @@ def caller_with(document: PolicyDocument, text: str, now_ns: int) -> Caller:
         raise _invalid(
             "the API key is none of this server's, or was revoked, or has expired; ask for another"
         )
-    return with_tenant(
-        document,
-        Caller(
-            key_id=key.id,
-            name=key.name,
-            tenant=key.tenant,
-            scopes=frozenset(key.scopes),
-            max_priority=key.max_priority,
-            models=key.models,
-            limits=(AppliedLimits(f"key:{key.id}", key.limits),),
-        ),
-    )
+    return _caller_of(document, key)
+
+
+def caller_again(document: PolicyDocument, caller: Caller, now_ns: int) -> Caller:
+    """Return a caller that was authenticated earlier, with its present permissions and limits.
+
+    Raises:
+        Unauthenticated: invalid_api_key: its key was revoked, or has expired.
+    """
+    if not _KEY_ID.fullmatch(caller.key_id):
+        # The subject of a token; a batch may run longer than a token is valid.
+        return with_tenant(document, msgspec.structs.replace(caller, limits=()))
+    key = document.keys.get(caller.key_id)
+    if key is None or (key.expires_ns is not None and key.expires_ns <= now_ns):
+        raise _invalid("the API key that this was begun with was revoked, or has expired")
+    return _caller_of(document, key)
 
 
 def tenant_in(document: PolicyDocument, head: bytes) -> str:
@@ -123,6 +128,21 @@ def with_tenant(document: PolicyDocument, caller: Caller) -> Caller:
         caller,
         max_priority=min(priorities, default=None),
         limits=(*caller.limits, AppliedLimits(f"tenant:{caller.tenant}", tenant.limits)),
+    )
+
+
+def _caller_of(document: PolicyDocument, key: ApiKey) -> Caller:
+    return with_tenant(
+        document,
+        Caller(
+            key_id=key.id,
+            name=key.name,
+            tenant=key.tenant,
+            scopes=frozenset(key.scopes),
+            max_priority=key.max_priority,
+            models=key.models,
+            limits=(AppliedLimits(f"key:{key.id}", key.limits),),
+        ),
     )
 
 

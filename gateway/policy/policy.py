@@ -24,7 +24,7 @@ from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
 from .document import PolicyDocument
 from .guardrail import Guardrail, OpenPolicyAgent
-from .keys import caller_with, check_scope, credential_of, tenant_in, with_tenant
+from .keys import caller_again, caller_with, check_scope, credential_of, tenant_in, with_tenant
 from .limits import ReserveLimits
 from .oidc import TokenAuthenticator, is_token
 from .store import BlockLists, PolicyStore, apply_weights_forever
@@ -152,9 +152,11 @@ class Policy:
         return [self._authenticate] if self._config.knows_callers else []
 
     async def _authenticate(self, call: Call) -> None:
-        credential = credential_of(call)
+        credential = "" if call.batch_line else credential_of(call)
         document = PolicyDocument() if self.store is None else await self.store.document()
-        if self._tokens is not None and is_token(credential):
+        if call.batch_line:
+            call.caller = caller_again(document, call.caller, time.time_ns())
+        elif self._tokens is not None and is_token(credential):
             call.caller = with_tenant(document, await self._tokens.caller(credential))
         else:
             call.caller = caller_with(document, credential, time.time_ns())

@@ -44,6 +44,7 @@ _SHOWN = (
 
 _BYTES = "application/octet-stream"
 _FORM = "application/x-www-form-urlencoded"
+_FILES = "multipart/form-data"
 _NO_ORIGIN = "null"
 # The beginning of every browser's User-Agent.
 _BROWSERS = "Mozilla/"
@@ -146,6 +147,7 @@ class JsonOnly:
             Content-Type.
         takes_forms: Returns whether a call's JSON may be declared as a form, or as nothing.
         takes_compressed: Returns whether a call may have a compressed body.
+        takes_files: Returns whether a call may be a form with a file, unless from a browser.
     """
 
     app: ASGIApp
@@ -154,11 +156,13 @@ class JsonOnly:
     takes_bytes: Callable[[Call], bool]
     takes_forms: Callable[[Call], bool]
     takes_compressed: Callable[[Call], bool]
+    takes_files: Callable[[Call], bool]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, call = Headers(scope=scope), call_of(scope)
         kinds = [_BYTES] if self.takes_bytes(call) else []
         unsure = ["", _FORM] if self.takes_forms(call) else [""] * len(kinds)
+        unsure += [_FILES] if self.takes_files(call) else []
         if unsure and not _is_browser(headers, headers.get("user-agent", "")):
             kinds += unsure
         refusal = _refused_kind(headers, kinds)

@@ -26,7 +26,7 @@ _METHODS = frozenset(
 _OTHER_METHOD = "_OTHER"
 """The name of any other method in OpenTelemetry's conventions."""
 
-_FAILED = 500
+_MISTAKEN, _FAILED = 400, 500
 
 _MOST_LOGGED = 256
 """Lines of a process about ignored fields."""
@@ -164,6 +164,9 @@ class ObservedCalls:
             self._log_ignored(route, call.account.ignored_names)
         if self.on_call is not None:
             self.on_call(call, route, fields)
+        operation = call.account.operation
+        if operation is not None:
+            operation.measure(metrics, ended_ns, _error_of(call))
         if route and call.trace.sampled and tracing.enabled:
             attributes: dict[str, Any] = {
                 **named,
@@ -171,16 +174,19 @@ class ObservedCalls:
                 names.URL_PATH: route,
                 names.URL_SCHEME: call.scheme,
                 names.CLIENT_ADDRESS: call.address,
-                **({names.REQUEST_MODEL: call.account.model} if call.account.model else {}),
+                **(operation.attributes if operation is not None else _model_of(call)),
                 **names.time_attributes(call.account.time, call.account.billed_ns),
             }
+            error = _error_of(call)
+            # By the conventions of HTTP the client's mistake is no error of the server.
+            mistaken = _MISTAKEN <= call.status < _FAILED
             tracing.span(
-                f"{method} {route}",
+                operation.span_name if operation is not None else f"{method} {route}",
                 client,
                 call.at_ns,
                 ended_ns,
-                attributes,
-                error=str(call.status) if call.status >= _FAILED else "",
+                attributes | {names.ERROR_TYPE: error} if mistaken else attributes,
+                error="" if mistaken else error,
                 own=call.trace,
                 kind="server",
             )
@@ -191,6 +197,20 @@ class ObservedCalls:
         if len(self._ignored) < _MOST_LOGGED and (route, ignored) not in self._ignored:
             self._ignored.add((route, ignored))
             get_logger().info("fields_ignored", route=route, fields=ignored)
+
+
+def _error_of(call: Call) -> str:
+    """Return the code of the error that ended a call, perhaps after the head of its response, else
+    its status; "" for success."""
+    code = call.code or call.account.code
+    if call.status >= _MISTAKEN:
+        return code or str(call.status)
+    return "" if code == "content_filter" else code
+
+
+def _model_of(call: Call) -> dict[str, str]:
+    """Return the model of a call without requests for an engine, such as one of KServe."""
+    return {names.REQUEST_MODEL: call.account.model} if call.account.model else {}
 
 
 def _log_access(account: Account, route: str, path: str, fields: dict[str, Any]) -> None:

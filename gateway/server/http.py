@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from io import BytesIO
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -19,8 +19,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse as PlainTextResponse
 from starlette.responses import RedirectResponse as RedirectResponse
 from starlette.responses import Response as Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import StreamingResponse as StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...bus.public import Completion
 from ...config import (
     BusError,
     NanoInferenceError,
@@ -117,7 +119,16 @@ class PartsResponse(Response):
 
 
 class EngineError(RequestError):
-    """The engine has refused a request, or failed. `retry_after_s` as in `ErrorInfo`."""
+    """The engine has refused a request, or failed.
+
+    Attributes:
+        completion: The request's terminal message; None without one.
+    """
+
+    def __init__(self, what: str, *more: str, completion: Completion | None = None, **given: Any):
+        """`completion`: as the attribute; the rest as of `NanoInferenceError`."""
+        super().__init__(what, *more, **given)
+        self.completion = completion
 
 
 def status_of(error: NanoInferenceError) -> int:
@@ -221,8 +232,61 @@ def call_of(scope: Scope, receive: Receive | None = None) -> Call:
         identify(call)
     if receive is not None:
         call.fetch = partial(_body_of, call, receive)
+        call.chunks = partial(_chunks_of, call, receive)
         call.cancelled = partial(_left, receive)
     return call
+
+
+class Answered(NamedTuple):
+    """The response to a call of the gateway itself."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def answer_own(app: ASGIApp, call: Call, body: bytes) -> Answered:
+    """Run a call that came over no connection through an application; return its response.
+
+    Args:
+        app: The application, without the layers of a server.
+        call: The call, with its caller. The response is not a stream.
+        body: The call's body.
+    """
+    begun: dict[str, Any] = {}
+    pieces: list[bytes] = []
+    left = anyio.Event()
+
+    async def receive() -> Message:
+        if not begun.setdefault("read", False):
+            begun["read"] = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            begun.update(message)
+        else:
+            pieces.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": call.scheme,
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "root_path": "",
+        "query_string": call.query_string,
+        "headers": [*call.headers],
+        "state": {_CALL: call},
+    }
+    await app(scope, receive, send)
+    headers = {
+        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]
+    }
+    return Answered(begun["status"], headers, b"".join(pieces))
 
 
 def identify(call: Call) -> None:
@@ -251,6 +315,18 @@ async def _body_of(call: Call, receive: Receive, max_bytes: int) -> bytes:
         if body.tell() > max_bytes:
             raise too_large
     return body.getvalue()
+
+
+async def _chunks_of(call: Call, receive: Receive) -> AsyncIterator[bytes]:
+    """Yield the body; see `Call.chunks`."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        yield chunk
+        call.hold(-len(chunk))
 
 
 async def _left(receive: Receive) -> None:

@@ -302,6 +302,11 @@ def identity_of(call: Call, key: str, body: bytes) -> IdempotencyKey:
     return IdempotencyKey(_digest(call.tenant, key), _digest(*about))
 
 
+def name_of_key(tenant: str, key: str) -> str:
+    """Return the name that a tenant's first call with a key claims."""
+    return IdempotencyKey(_digest(tenant, key), "").claimed
+
+
 def check_same(first: IdempotencyKey | None, again: IdempotencyKey) -> None:
     """Raises RequestError (idempotency_key_reused) unless both are the same call."""
     if first is None or (first.name, first.digest) != (again.name, again.digest):

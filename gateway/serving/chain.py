@@ -76,7 +76,8 @@ class PolicyChain:
             NanoInferenceError: The call is refused.
         """
         call.needed = needed
-        call.caller = NOBODY if needed == "nothing" else self._stranger
+        if not call.batch_line:
+            call.caller = NOBODY if needed == "nothing" else self._stranger
         if needed != "nothing":
             for link in self._head:
                 await link(call)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec
 
 import msgspec
 
 from ...bus.public import Completion, GenerateRequest, Output
+from ...config import RequestError
 from ...config.logger import get_logger
 from ...telemetry import Metrics, instruments, now_ns
-from ..caller import ANYBODY, Caller, may_use
+from ..call import CLIENT_LEFT, Call
+from ..caller import ANYBODY, NOBODY, Caller, may_use
 from .request_ids import ids_of, name_of
 
 MOST_REQUESTS = 10_000
 """Requests that are remembered; the oldest are forgotten first."""
+
+MOST_REFUSED = 1000
+"""Refused calls among them, so that a flood of these leaves room for requests."""
 
 MOST_DETAIL_BYTES = 32 << 20
 """Memory of the details of ended requests; of older ones only the line of the list remains."""
@@ -24,37 +30,47 @@ MOST_DETAIL_BYTES = 32 << 20
 TENANT_WINDOW_NS = 60_000_000_000
 """Time over which the tokens of tenants are counted."""
 
-_PROMPT_TOKENS, _SAMPLE_TOKENS, _TEXT = 4096, 2048, 16_384
+PREVIEW_TOKENS, PROMPT_TOKENS = 48, 4096
+"""Most tokens of a prompt in the list, and in its details."""
+
+_SAMPLE_TOKENS, _TEXT = 2048, 16_384
 _PREVIEW = 160
-_PREVIEW_TOKENS = 48
-LoggedState = Literal["waiting", "running", "done", "error", "cancelled", "expired"]
+_CUT = "…"
+_FAILED = 500
+LoggedState = Literal["waiting", "running", "done", "error", "refused", "cancelled", "expired"]
 
 P = ParamSpec("P")
 
-_ENDED = ("done", "error", "cancelled", "expired")
+_IN_FLIGHT = ("waiting", "running")
 
 
 class LoggedRequest(msgspec.Struct):
-    """One request. Times are nanoseconds of the wall clock, 0 before the event.
+    """One request, or a call that the gateway refused before it was one. Times are nanoseconds of
+    the wall clock, 0 before the event.
 
     Attributes:
         number: Counts the requests of this gateway.
         changed: Number of the log's last change of this request.
         id: The request's id on the bus.
         name: The id that its client has.
-        tenant: Its tenant.
+        tenant: Its tenant; "" of a refused call whose caller is unknown.
         model: The model or adapter.
-        of_model: The model whose tokenizer reads its tokens.
-        state: "waiting" for a place in the pipeline, "running", or how it ended.
+        of_model: The model whose tokenizer reads its tokens; "" of a refused call.
+        state: "waiting" for a place in the pipeline, "running", or how it ended; "refused" by the
+            gateway, before the pipeline had it.
         arrived_ns: Its call reached the gateway.
         began_ns: It entered the pipeline.
         first_ns: Its first token came.
         ended_ns: It ended.
-        prompt: The end of its prompt; token ids until they are read.
+        prompt: The end of its prompt; token ids until they are read. Method and path of a refused
+            call.
         answer: The beginning of its first sample.
         code: Code of its error.
         message: Message of its error.
         finish: Why its first sample ended.
+        cause: The largest cause of its time (docs/time.md).
+        status: HTTP status of a refused call.
+        client: Address of a refused call.
         versions: The first and the last weight version of its tokens.
     """
 
@@ -79,16 +95,21 @@ class LoggedRequest(msgspec.Struct):
     code: str = ""
     message: str = ""
     finish: str = ""
+    cause: str = ""
+    status: int = 0
+    client: str = ""
     versions: tuple[int, int] | None = None
 
     @property
     def ended(self) -> bool:
-        return self.state in _ENDED
+        return self.state not in _IN_FLIGHT
 
     def seen_by(self, caller: Caller) -> bool:
         """Return whether a caller may read it: without keys everybody, else callers of its tenant
         and administrators, for the models of their keys."""
         own = not caller.key_id or "admin" in caller.scopes or caller.tenant == self.tenant
+        if not self.of_model:
+            return own
         return own and may_use(caller, self.of_model) and may_use(caller, self.model)
 
 
@@ -151,6 +172,7 @@ class RequestLog:
         self._detail_bytes = 0
         self._grown: set[str] = set()
         self._used: deque[tuple[int, str, int]] = deque()
+        self._refused: deque[str] = deque()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -193,25 +215,56 @@ class RequestLog:
             known = self._requests.get(request.request_id)
             if known is not None and not known.ended:
                 continue
-            self._last += 1
             tokens = request.prompt_token_ids or ()
             found = LoggedRequest(
-                number=self._last,
+                number=self._next(),
                 id=request.request_id,
                 name=name_of(caller, request.request_id),
                 tenant=tenant,
                 model=request.model or of_model,
                 of_model=of_model,
                 arrived_ns=at,
-                prompt=(request.prompt or "")[-_PREVIEW:] or tokens[-_PREVIEW_TOKENS:],
+                prompt=_end_of(request.prompt or "", _PREVIEW) or tokens[-PREVIEW_TOKENS:],
                 prompt_tokens=len(tokens),
                 samples=request.n,
             )
             self._forget_detail(found.id)
             self._requests[found.id] = self._running[found.id] = found
             self._change(found)
-        while len(self._requests) > self._most:
-            self._drop_oldest()
+        self._make_room()
+
+    @_harmless
+    def refused(self, call: Call) -> None:
+        """Add an ended call that has an error, unless its requests are listed already."""
+        own = call.path.startswith("/console")  # the page's, such as one without a key
+        if call.account.listed or call.status == CLIENT_LEFT or own:
+            return
+        number, tenant = self._next(), ""
+        if call.caller != NOBODY:  # a tenant that a stranger names proves nothing
+            with suppress(RequestError):
+                tenant = call.tenant
+        found = LoggedRequest(
+            number=number,
+            id=f"refused-{number}",
+            name=call.id,
+            tenant=tenant,
+            model=_start_of(call.requested_model or call.account.model or call.model, _PREVIEW),
+            of_model="",
+            arrived_ns=call.at_ns,
+            state="error" if call.status == _FAILED else "refused",
+            ended_ns=now_ns(),
+            prompt=_start_of(f"{call.method} {call.path}", _PREVIEW),
+            code=call.code,
+            message=call.message[:_TEXT],
+            status=call.status,
+            client=call.address,
+        )
+        self._requests[found.id] = found
+        self._change(found)
+        self._refused.append(found.id)
+        if len(self._refused) > MOST_REFUSED:
+            self._requests.pop(self._refused.popleft(), None)
+        self._make_room()
 
     @_harmless
     def began(self, request_id: str) -> None:
@@ -231,8 +284,8 @@ class RequestLog:
         if not found.first_ns:
             found.first_ns = now_ns()
         found.completion_tokens += len(output.token_ids)
-        if len(found.answer) < _PREVIEW and not output.sample_index:
-            found.answer = (found.answer + output.text)[:_PREVIEW]
+        if len(found.answer) <= _PREVIEW and not output.sample_index:
+            found.answer = _start_of(found.answer + output.text, _PREVIEW)
         self._grown.add(found.id)
 
     @_harmless
@@ -241,8 +294,12 @@ class RequestLog:
         for request_id in request_ids:
             found = self._no_longer_running(request_id)
             if found is not None:
-                failed = code not in ("", "cancelled")
-                found.state = "expired" if code == "expired" else "error" if failed else "cancelled"
+                if code in ("", "cancelled"):
+                    found.state = "cancelled"
+                elif code == "expired":
+                    found.state = "expired"
+                else:
+                    found.state = "error" if found.began_ns else "refused"
                 found.code, found.message, found.ended_ns = code, message[:_TEXT], now_ns()
                 self._change(found)
 
@@ -282,11 +339,13 @@ class RequestLog:
         if end.error is not None:
             found.code, found.message = end.error.code, end.error.message[:_TEXT]
         if end.samples:
-            found.answer = end.samples[0].text[:_PREVIEW]
+            found.answer = _start_of(end.samples[0].text, _PREVIEW)
             found.finish = end.samples[0].finish_reason
         versions = [version for each in end.samples for version, _ in each.weight_versions]
         if versions:
             found.versions = min(versions), max(versions)
+        if usage.time:
+            found.cause = max(usage.time, key=usage.time.__getitem__)
         tokens = usage.prompt_tokens + usage.completion_tokens
         self._used.append((found.ended_ns, found.tenant, tokens))
         self._forget_used(found.ended_ns)
@@ -314,11 +373,16 @@ class RequestLog:
                 self._change(found)
         self._grown.clear()
 
-    def _drop_oldest(self) -> None:
-        oldest = next(iter(self._requests.values()))
-        del self._requests[oldest.id]
-        self._no_longer_running(oldest.id)
-        self._forget_detail(oldest.id)
+    def _next(self) -> int:
+        self._last += 1
+        return self._last
+
+    def _make_room(self) -> None:
+        while len(self._requests) > self._most:
+            oldest = next(iter(self._requests))
+            del self._requests[oldest]
+            self._no_longer_running(oldest)
+            self._forget_detail(oldest)
 
     def _keep_detail(self, request_id: str, detail: bytes) -> None:
         self._details[request_id] = detail
@@ -330,12 +394,22 @@ class RequestLog:
         self._detail_bytes -= len(self._details.pop(request_id, b""))
 
 
+def _start_of(text: str, most: int) -> str:
+    """Return a text, or its beginning with a mark."""
+    return text if len(text) <= most else text[:most] + _CUT
+
+
+def _end_of(text: str, most: int) -> str:
+    """Return a text, or its end with a mark."""
+    return text if len(text) <= most else _CUT + text[-most:]
+
+
 def _detail_of(request: GenerateRequest, end: Completion) -> dict[str, Any]:
     """Return what is kept of a request and its end."""
     return {
-        "prompt": (request.prompt or "")[-_TEXT:],
+        "prompt": _end_of(request.prompt or "", _TEXT),
         "prompt_token_ids": (end.prompt_token_ids or request.prompt_token_ids or ())[
-            -_PROMPT_TOKENS:
+            -PROMPT_TOKENS:
         ],
         "priority": request.priority,
         "images": len(request.images),
@@ -345,7 +419,7 @@ def _detail_of(request: GenerateRequest, end: Completion) -> dict[str, Any]:
         "timings": end.timings,
         "samples": [
             {
-                "text": each.text[:_TEXT],
+                "text": _start_of(each.text, _TEXT),
                 "token_ids": each.token_ids[:_SAMPLE_TOKENS],
                 "tokens": len(each.token_ids),
                 "finish_reason": each.finish_reason,

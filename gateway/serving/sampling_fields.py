@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from ...config import Int64, SamplingParams
 from ...config.sampling import TYPES, names_in
@@ -35,6 +36,7 @@ _OF_CHOICES = ("return_sampling_mask", "prompt_sampling_masks")
 RESPONSE_SAMPLING = {name: own for name, own in TEXT_SAMPLING.items() if own not in _OF_CHOICES}
 """Those of them that responses have."""
 
+_DEFAULTS = SamplingParams()
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
 _BODY_TYPES = {**TYPES, "stop": str | list[str]}
@@ -113,7 +115,7 @@ def read_sampling(
             path = f"{where}.{name}" if where else name
             note_field(own, path)
             others[own] = _adjusted(own, convert_part(value, _BODY_TYPES[own], path))
-    return SamplingParams(**others)
+    return replace(_DEFAULTS, **others)
 
 
 def _adjusted(parameter: str, value: Any) -> Any:

@@ -21,10 +21,18 @@ from ...bus.public import (
     Timings,
     Usage,
 )
-from ...config import BusError, Config, NanoInferenceError, RequestError, prompt_too_long, shown
+from ...config import (
+    BACKGROUND,
+    MAX_PRIORITY,
+    BusError,
+    Config,
+    NanoInferenceError,
+    RequestError,
+    prompt_too_long,
+    shown,
+)
 from ...pipeline.client import BusClient
-from ...stages.admission.checks import MAX_PRIORITY
-from ...telemetry import instruments, names, now_ns
+from ...telemetry import Operation, instruments, names, now_ns
 from ..call import Account, Call
 from ..caller import Caller, may_use
 from ..server.http import DEFAULT_RETRY_S, EngineError, field_error, task_group
@@ -283,6 +291,7 @@ class Submissions:
         published = () if attachment is None else attachment.begun_before
         self.check_ready()
         requests = with_session(call, requests, self.client.bus.store.trees)
+        self._observe(call, requests)
 
         completions: dict[int, Completion] = {}
         owned: dict[str, _Owner] = {}
@@ -322,6 +331,19 @@ class Submissions:
                             await anyio.lowlevel.checkpoint()
         return [completion for _, completion in sorted(completions.items())]
 
+    def _observe(self, call: Call, requests: Sequence[GenerateRequest]) -> None:
+        """Add requests to the operation of their call; a call may make more than once."""
+        account, measures = call.account, self.measures
+        if not (measures.tracing.enabled or measures.metrics.enabled) or not requests:
+            return
+        if account.operation is None:
+            model = requests[0].model or self.config.engine.model_name
+            named = call.requested_model or account.model
+            id = name_of(call.caller, requests[0].request_id) if len(requests) == 1 else ""
+            account.operation = Operation(call.at_ns, model, id, named=named)
+        for each in requests:
+            account.operation.begin(each)
+
     @contextmanager
     def _owned(
         self,
@@ -353,6 +375,7 @@ class Submissions:
             if log is not None:
                 arrived_ns = call.account.arrived_ns
                 log.arrived(call.tenant, requests, model, arrived_ns, call.caller)
+                call.account.listed = True
             yield
         except NanoInferenceError as error:
             if isinstance(error, TooLate):
@@ -413,7 +436,8 @@ class Submissions:
             if left_ns <= 0:
                 raise TooLate(call)
             request = msgspec.structs.replace(request, budget_ns=left_ns)
-        if not published and request.priority > (most := self._max_priority(call.caller)):
+        most = BACKGROUND if call.batch_line else self._max_priority(call.caller)
+        if not published and request.priority > most:
             request = msgspec.structs.replace(request, priority=most)
         if not published and self._model:
             labels = {names.REQUEST_MODEL: self._model}
@@ -481,7 +505,7 @@ async def _accounted(
     is_counted: bool,
 ) -> AsyncGenerator[Output, None]:
     """Count the tokens of a request's outputs, before guardrails filter them."""
-    left, request_id = account.left, request.request_id
+    left, request_id, operation = account.left, request.request_id, account.operation
     left[request_id] = 0 if is_counted else None
     async with aclosing(outputs):
         async for output in outputs:
@@ -489,8 +513,13 @@ async def _accounted(
                 del left[request_id]
                 output = with_http(output, account)
                 account.add(output.usage)
-            elif (seen := left[request_id]) is not None:
-                left[request_id] = seen + len(output.token_ids)
+                if operation is not None:
+                    operation.end(output)
+            else:
+                if operation is not None and not operation.first_chunk_ns:
+                    operation.first_chunk_ns = now_ns()
+                if (seen := left[request_id]) is not None:
+                    left[request_id] = seen + len(output.token_ids)
             yield output
 
 
@@ -499,4 +528,10 @@ def _check(completion: Completion) -> None:
     error = completion.error
     if error is not None and completion.status != "cancelled":
         message, param = in_words_of_body(error)
-        raise EngineError(message, code=error.code, param=param, retry_after_s=error.retry_after_s)
+        raise EngineError(
+            message,
+            code=error.code,
+            param=param,
+            retry_after_s=error.retry_after_s,
+            completion=completion,
+        )

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import compress
-from operator import attrgetter, ne
 
 from ...bus.entries import (
     MAX_REQUEST_ID_LENGTH,
     Malformed,
     RequestEntry,
-    is_unicode,
     is_usable_request_id,
 )
 from ...bus.public import GenerateRequest
-from ...config import MAX_INT64, RequestError, SamplingParams, shown
-from ...config.sampling import RANGES
-
-_values_of = attrgetter(*RANGES)
-_DEFAULTS = _values_of(SamplingParams())
+from ...config import MAX_INT64, MAX_PRIORITY, RequestError, SamplingParams, shown
+from ...config.quoting import is_unicode
+from ...config.sampling import check_ranges
+from ...config.sampling import outside as _outside
 
 MAX_TENANT_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
-MAX_PRIORITY = 1000
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 1024
-MAX_LOGIT_BIAS = 100
-MAX_BIASED_TOKENS = 1024
 
 # Of a result as JSON, commas included: the most characters that each can have.
 COMPLETION_BYTES = 5120
@@ -151,39 +142,23 @@ def check_no_text(request: GenerateRequest) -> None:
 
 
 def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
-    """Check every range of SamplingParams; most are in the table of `config/sampling.py`.
+    """Check every range of SamplingParams, and token ids by the vocabulary.
 
     Raises:
-        RequestError: invalid_max_tokens, invalid_temperature, invalid_top_k, invalid_top_p,
-            invalid_min_p, invalid_seed, invalid_stop, invalid_stop_token_ids,
-            invalid_repetition_penalty, invalid_presence_penalty, invalid_frequency_penalty,
-            invalid_logit_bias, invalid_min_tokens, invalid_logprobs, invalid_prompt_logprobs,
-            invalid_constraint, invalid_max_draft_tokens, invalid_forced_tokens.
+        RequestError: As `config.sampling.check_ranges`; invalid_stop_token_ids,
+            invalid_forced_tokens, invalid_logit_bias, invalid_logprobs, invalid_prompt_logprobs.
     """
     p = sampling
-    # NaN differs from every default.
-    for name in compress(RANGES, map(ne, _values_of(p), _DEFAULTS)):
-        value, allowed = getattr(p, name), RANGES[name]
-        if value is not None and not allowed.holds(value):
-            raise _outside(name, value, allowed.wanted)
-        if name in ("logprobs", "prompt_logprobs") and value > vocab_size:
-            raise _outside(name, value, f"from 0 to {vocab_size}")
-    if p.stop:
-        _check_stop(p.stop)
+    check_ranges(p)
+    if p.logprobs > vocab_size:
+        raise _outside("logprobs", p.logprobs, f"from 0 to {vocab_size}")
+    if p.prompt_logprobs and p.prompt_logprobs > vocab_size:
+        raise _outside("prompt_logprobs", p.prompt_logprobs, f"from 0 to {vocab_size}")
     check_token_ids("stop_token_ids", p.stop_token_ids, vocab_size, "invalid_stop_token_ids")
     if p.forced_tokens:
         check_token_ids("forced_tokens", p.forced_tokens, vocab_size, "invalid_forced_tokens")
     if p.logit_bias:
-        _check_logit_bias(p.logit_bias, vocab_size)
-    if not 0 <= p.min_tokens <= p.max_tokens:
-        wanted = f"from 0 to max_tokens ({shown(p.max_tokens)})"
-        raise _outside("min_tokens", p.min_tokens, wanted)
-    if p.constraint is not None and (p.ignore_eos or p.min_tokens):
-        raise RequestError(
-            "a constraint ends with the model's end-of-sequence token, which ignore_eos and "
-            "min_tokens forbid; leave these out",
-            code="invalid_constraint",
-        )
+        check_token_ids("logit_bias", p.logit_bias, vocab_size, "invalid_logit_bias")
 
 
 def check_token_ids(name: str, ids: Collection[int], vocab_size: int, code: str) -> None:
@@ -276,40 +251,3 @@ def check_result_size(
 def _tops_bytes(number: int) -> int:
     """Size of the top logprobs at one position."""
     return len("[],") + number * TOP_LOGPROB_BYTES if number else 0
-
-
-def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:
-    wrong = ""
-    if len(logit_bias) > MAX_BIASED_TOKENS:
-        wrong = f"it holds {len(logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are taken"
-    elif bad := [i for i in logit_bias if not 0 <= i < vocab_size]:
-        wrong = f"it holds token {shown(bad[0])}; the model's token ids are 0 to {vocab_size - 1}"
-    else:
-        for token_id, bias in logit_bias.items():
-            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-                wrong = (
-                    f"the bias of token {token_id} is {shown(bias)}; it must be from "
-                    f"{-MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
-                )
-                break
-    if wrong:
-        raise RequestError(f"logit_bias can't be used: {wrong}", code="invalid_logit_bias")
-
-
-def _check_stop(stop: tuple[str, ...]) -> None:
-    wrong = ""
-    if len(stop) > MAX_STOP_STRINGS:
-        wrong = f"it holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are taken"
-    elif not all(stop):
-        wrong = "it holds an empty string, which would stop at once; leave that out"
-    elif not all(map(is_unicode, stop)):
-        wrong = "it holds a lone surrogate, which no text of the model's can match"
-    elif any(len(string.encode()) > MAX_STOP_BYTES for string in stop):
-        wrong = f"a string in it is longer than {MAX_STOP_BYTES} bytes"
-    if wrong:
-        raise RequestError(f"stop can't be used: {wrong}", code="invalid_stop")
-
-
-def _outside(name: str, value: float, wanted: str) -> RequestError:
-    """Return the error for a number outside its range."""
-    return RequestError(f"{name} is {shown(value)}; it must be {wanted}", code=f"invalid_{name}")

@@ -259,25 +259,25 @@ class AdmissionCore:
         request, adapter, given = self._check(entry, received_ns, now_ns, owner)
         request_id = request_id_of(entry)
         prompt, parts = tokens or self._tokenize(request, given)
-        num_tokens, capacity = len(prompt.token_ids), self.capacity
+        num_tokens = len(prompt.token_ids)
         if request.embed is None:
-            sampling, pooling = self._resolve(request, num_tokens, capacity), None
+            sampling, pooling = self._resolve(request, num_tokens, self.capacity), None
         else:
             for hook in self._parts.pool:
-                sampling, pooling = hook(request, num_tokens, capacity)
+                sampling, pooling = hook(request, num_tokens, self.capacity)
         n, tenant, seeds = request.n, request.tenant, seeds_of(request, request_id, self._seed)
         about = entry, request, adapter, prompt, sampling, pooling, seeds
-        sections = [section for hook in self._parts.opened if (section := hook(*about)) is not None]
+        (traceparent, tracestate), stop = trace, sampling.stop
         opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
             model=adapter or self._model_name,
             n=n,
             stream=request.stream and pooling is None,
-            stop=sampling.stop,
+            stop=stop,
             prompt_token_ids=prompt.token_ids,
-            traceparent=trace[0],
-            tracestate=trace[1],
+            traceparent=traceparent,
+            tracestate=tracestate,
             received_ns=received_ns,
             min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs,
@@ -285,19 +285,20 @@ class AdmissionCore:
             priority=request.priority,
             embeds=pooling is not None,
             tenant=tenant,
-            parts=tuple(sections),
+            parts=tuple([new for hook in self._parts.opened if (new := hook(*about)) is not None]),
             prompt_logprob_start=sampling.prompt_logprob_start,
             num_targets=sampling.num_targets,
+            is_chat=request.is_chat or request.messages is not None,
         )
         admitted = AdmittedRequest(
-            info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
+            info=RequestInfo(request_id, entry.entry_id, traceparent, tracestate, adapter, pooling),
             prompt=prompt,
-            sampling=msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling,
+            sampling=msgspec.structs.replace(sampling, stop=()) if stop else sampling,
             sequences=tuple(map(SequenceSpec, itertools.islice(self._seq_ids, n), range(n), seeds)),
             tenant=tenant,
             priority=request.priority,
             cache_scope=CacheScope(self.sharing_tenant(request), request.cache_salt, adapter),
-            has_stop_strings=bool(sampling.stop),
+            has_stop_strings=stop != (),
             parts=parts,
         )
         key: ResponseKey | None = None

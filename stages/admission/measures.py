@@ -101,7 +101,6 @@ class EntryTrace:
         attributes: dict[str, str | int | float] = {names.MESSAGE_ID: self._entry.entry_id}
         if opened is not None and admitted is not None:
             attributes |= {
-                names.REQUEST_MODEL: opened.model,
                 names.INPUT_TOKENS: len(opened.prompt_token_ids),
                 names.SAMPLES: opened.n,
                 names.TENANT: admitted.tenant,
@@ -170,7 +169,6 @@ def _trace_first(stage: Actor, completion: Completion) -> None:
         names.STAGE: stage.name,
         names.REQUEST_ID: completion.request_id,
         names.MESSAGE_ID: completion.entry_id,
-        names.REQUEST_MODEL: completion.model,
         names.INPUT_TOKENS: completion.usage.prompt_tokens,
         names.SAMPLES: len(completion.samples),
     }

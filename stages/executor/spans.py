@@ -118,7 +118,7 @@ class ExecutorSpans:
             events += ((names.FIRST_TOKEN, first_token),)
         stage = self._stage
         trace = TraceContext(info.traceparent, info.tracestate)
-        attributes: dict[str, str | int | float] = {names.OUTPUT_TOKENS: request.tokens}
+        attributes: dict[str, str | int | float] = {names.SLICE_TOKENS: request.tokens}
         if request.constraint is not None:
             attributes[names.CONSTRAINT] = kind_of(request.constraint)
         if request.drafted:

@@ -156,9 +156,12 @@ class FairnessCore(FairnessState):
         """
         full = [replica for replica in self.replicas.values() if not replica.credits]
         first = self.queue.first_class()
+        asked = [running for hook in self._parts.yields for running in hook(now_ns)]
         if first is None or not full:
-            return []
-        return [running for hook in self._parts.pauses for running in hook(full, first, now_ns)]
+            return asked
+        for hook in self._parts.pauses:
+            asked += hook(full, first, now_ns)
+        return asked
 
     def expire(self, now_ns: int) -> list[Cancel]:
         """Drop requests whose deadline is over; return the cancellations to pass on."""
@@ -194,6 +197,8 @@ class FairnessCore(FairnessState):
         return self.queue.next_of(self._can_go)
 
     def _can_go(self, waiting: Waiting) -> bool:
+        if not all(hook(waiting) for hook in self._parts.may_run):
+            return False
         if waiting.paused is None:
             return self._may_start
         return self._replica_of(waiting) is not None

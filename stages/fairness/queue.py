@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ...bus.messages import AdmittedRequest, SequenceSpec
-from ...config import FairnessConfig
+from ...config import BACKGROUND, FairnessConfig
 from ..lazy_heap import LazyHeap
 
 UNDATED_NS = 30_000_000_000
 """In order of deadlines a request is due at the latest so long after it came. So urgent requests
 can't delay one without a deadline for ever."""
+
+NEVER_NS = -(2**62)
+"""Head start of the background, which no age makes up for."""
 
 IDLE_KEPT = 1024
 """Idle tenants of a class that are remembered, since they were served more than others."""
@@ -310,7 +313,8 @@ class PriorityClass:
     def configure(self, config: FairnessConfig) -> None:
         """Apply settings, also to waiting requests."""
         self._config = config
-        self._head_start_ns = round(self.priority * config.aging_s * 1e9)
+        worth_ns = round(self.priority * config.aging_s * 1e9)
+        self._head_start_ns = NEVER_NS if self.priority == BACKGROUND else worth_ns
         for flow in self._flows.values():
             flow.weight = config.tenant_weights.get(flow.tenant, 1.0)
             flow.reorder(self._key_of)
@@ -463,6 +467,15 @@ class FairQueue:
         """Waiting requests, or parts of them."""
         return sum(each.num_requests for each in self._classes.values())
 
+    @property
+    def num_classes(self) -> int:
+        """Classes with requests that wait, or sequences that run."""
+        return len(self._classes)
+
+    def class_of(self, priority: int) -> PriorityClass | None:
+        """Return a class; None if nothing of it waits or runs."""
+        return self._classes.get(priority)
+
     def add(self, waiting: Waiting, now_ns: int) -> None:
         """Add a request; `now_ns` never falls."""
         priority = waiting.request.priority
@@ -473,6 +486,15 @@ class FairQueue:
         if not priority_class.version:
             self._order.put(priority_class)
         waiting.before = self._counts(waiting)
+
+    def busiest_tenants(self, most: int) -> dict[str, tuple[int, int]]:
+        """Return the sequences of tenants that run and wait, for those with most of them."""
+        sums: dict[str, tuple[int, int]] = {}
+        for flow in (flow for each in self._classes.values() for flow in each.flows()):
+            runs, waits = sums.get(flow.tenant, (0, 0))
+            sums[flow.tenant] = runs + flow.num_running, waits + flow.num_sequences
+        busy = filter(lambda item: any(item[1]), sums.items())
+        return dict(heapq.nlargest(most, busy, key=lambda item: (sum(item[1]), item[0])))
 
     def first_class(self) -> PriorityClass | None:
         """Return the class that goes first; None if nothing waits."""

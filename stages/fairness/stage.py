@@ -30,6 +30,8 @@ from .parts.handovers import Handovers
 from .queue import Running
 from .state import Counts, Dispatched
 
+_SHOWN_TENANTS = 20
+
 
 class FairnessStage(Actor):
     """Queues admitted requests, dispatches sequences for credits, and pauses running ones."""
@@ -114,6 +116,7 @@ class FairnessStage(Actor):
             "handovers": counts.handovers,
             "roles": ",".join(self._handovers.roles),
             **self._service(),
+            "tenants": msgspec.json.encode(core.queue.busiest_tenants(_SHOWN_TENANTS)).decode(),
             "settings": msgspec.json.encode(core.config).decode(),
         }
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
+from ...bus.entries import entry_key
 from ...bus.messages import RequestOpened
 from ...bus.parts.responses import ResponseCaching
 from ...bus.public import Usage
 from ...bus.times import CAUSES
-from ...telemetry import Labels, Metrics, TraceContext, instruments, names, priority_label
+from ...telemetry import (
+    PROVIDER,
+    Labels,
+    Metrics,
+    TraceContext,
+    instruments,
+    names,
+    operation_of,
+    priority_label,
+    usage_attributes,
+)
 from ..actor import Actor
 from .deliveries import EndedRequest
 
@@ -179,12 +190,9 @@ def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> N
     record(instruments.REQUESTS, 1, outcome)
     if ended.opened is None:
         return
+    metrics.ended(completion)
     timings, usage = completion.timings, completion.usage
-    labels = {
-        names.OPERATION: _operation_of(ended.opened),
-        names.PROVIDER: "nano-inference",
-        names.REQUEST_MODEL: ended.opened.model,
-    }
+    labels = _operation(ended.opened)
     duration_s = _seconds(timings.received_ns, timings.finished_ns)
     record(instruments.REQUEST_DURATION, duration_s, {**labels, names.ERROR_TYPE: code})
     for kind, number in (("input", usage.prompt_tokens), ("output", usage.completion_tokens)):
@@ -196,9 +204,13 @@ def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> N
         _measure_phases(metrics, ended, ended.opened, labels)
 
 
-def _operation_of(opened: RequestOpened) -> str:
-    """Return the operation's name in OpenTelemetry's conventions."""
-    return "embeddings" if opened.embeds else "text_completion"
+def _operation(opened: RequestOpened) -> dict[str, str]:
+    """Return the operation of a request, by OpenTelemetry's conventions."""
+    return {
+        names.OPERATION: operation_of(embeds=opened.embeds, is_chat=opened.is_chat),
+        names.PROVIDER: PROVIDER,
+        names.REQUEST_MODEL: opened.model,
+    }
 
 
 def _measure_phases(
@@ -242,6 +254,15 @@ def _cache_result(opened: RequestOpened) -> dict[str, str]:
     return {names.RESPONSE_RESULT: "miss"} if caching.generation else {}
 
 
+def _begins_trace(stage: Actor, opened: RequestOpened) -> bool:
+    """Return whether admission began the request's trace, so that no client's span has the
+    operation."""
+    if not stage.bus.durable:
+        return False
+    begun = stage.first_context(entry_key(opened.entry_id, opened.request_id))
+    return begun.trace_id == TraceContext(opened.traceparent).trace_id
+
+
 def trace_end(stage: Actor, ended: EndedRequest) -> None:
     """Make the stage's span of a request that has ended."""
     opened, completion = ended.opened, ended.completion
@@ -259,13 +280,9 @@ def trace_end(stage: Actor, ended: EndedRequest) -> None:
         TraceContext(opened.traceparent, opened.tracestate),
         held.start_ns if held else timings.finished_ns,
         {
-            names.OPERATION: _operation_of(opened),
-            names.REQUEST_MODEL: opened.model,
+            **(_operation(opened) if _begins_trace(stage, opened) else {}),
+            **usage_attributes(completion),
             names.STATUS: completion.status,
-            names.INPUT_TOKENS: completion.usage.prompt_tokens,
-            names.CACHED_TOKENS: completion.usage.cached_tokens,
-            names.OUTPUT_TOKENS: completion.usage.completion_tokens,
-            names.FINISH_REASONS: tuple(sample.finish_reason for sample in completion.samples),
             **_cache_result(opened),
             **names.time_attributes(completion.usage.time, completion.usage.billed_ns),
         },

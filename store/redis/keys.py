@@ -36,6 +36,13 @@
 {prefix}:trees:{tenant}    hash, bytes of the tenant's token trees by the period in which they
                            expire (internal)
 {prefix}:trees             the same, of all tenants (internal)
+{prefix}:files:{tenant}    hash, by id the tenant's files: JSON (FileRecord) (internal)
+{prefix}:blob:{name}       hash, the contents of a file in chunks, and their `size` (internal)
+{prefix}:batches:{tenant}  hash, by id when each batch of the tenant was made (internal)
+{prefix}:batches           sorted set of unfinished batches, by when they were made (internal)
+{prefix}:batch:{id}        hash, a batch: its `state` (BatchState as JSON), and the result of each
+                           segment of its lines (`done:{number}`) (internal)
+{prefix}:segment:{id}:{n}  the gateway that computes a segment, while it lives (internal)
 {prefix}:attended          sorted set, until when each durable call is attached (internal)
 {prefix}:policy            hash, the policy: `document` and its `version` (internal)
 
@@ -126,6 +133,7 @@ class Keys:
         self.openings = self._key(f"openings:{self._lane_prefix}{lane}")
         self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")
         self.attended = self._key("attended")
+        self.open_batches = self._key("batches")
         self.stored_of_all = self._key("stored")
         self.trees_of_all = self._key("trees")
         self._limits = self._key("limits")
@@ -194,6 +202,25 @@ class Keys:
     def trees(self, tenant: str) -> bytes:
         """Return the sizes of a tenant's token trees."""
         return self._key(f"trees:{tenant}")
+
+    def files(self, tenant: str) -> bytes:
+        """Return the files of a tenant."""
+        return self._key(f"files:{tenant}")
+
+    def blob(self, name: str) -> bytes:
+        """Return the contents of a file."""
+        return self._key(f"blob:{name}")
+
+    def batches(self, tenant: str) -> bytes:
+        """Return the batches of a tenant."""
+        return self._key(f"batches:{tenant}")
+
+    def batch(self, batch_id: str) -> bytes:
+        return self._key(f"batch:{batch_id}")
+
+    def segment(self, batch_id: str, number: int) -> bytes:
+        """Return the lease of a segment of a batch."""
+        return self._key(f"segment:{batch_id}:{number}")
 
     def limit(self, name: str, window_s: int) -> bytes:
         """Return the usage of a limit; another window has a key of its own. 0: concurrency."""

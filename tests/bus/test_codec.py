@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nano_inference.bus import Malformed, codec
 from nano_inference.bus.codec import decode_output
@@ -73,11 +74,11 @@ def test_token_ids_of_a_bias_may_be_text_as_in_json(bias: dict[Any, float]) -> N
 @pytest.mark.parametrize(
     ("bias", "message"),
     [
-        ({"red": 1}, "Expected `int`, got `str`"),
-        ({"1.0": 1}, "Expected `int`, got `str`"),
-        ({"17": "much"}, "Expected `float`, got `str`"),
-        ({"9" * 40: 1}, "64 bits|Expected `int` <= 9223372036854775807"),
-        ({2**64 - 1: 1}, "64 bits|Expected `int` <= 9223372036854775807"),
+        ({"red": 1}, "has the key 'red'; it must be a whole number"),
+        ({"1.0": 1}, "has the key '1.0'; it must be a whole number"),
+        ({"17": "much"}, "bias..17.. is 'much'; it must be a number"),
+        ({"9" * 40: 1}, "64 bits|must be a whole number <= 9223372036854775807"),
+        ({2**64 - 1: 1}, "64 bits|must be a whole number <= 9223372036854775807"),
     ],
 )
 def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
@@ -93,7 +94,7 @@ def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
 @pytest.mark.parametrize("name", ["min_tokens", "logprobs", "prompt_logprobs"])
 def test_integers_of_sampling_beyond_64_bits(name: str) -> None:
     checked = codec.check_request({"prompt": "x", "sampling": {name: 2**64 - 1}}, LIMIT)
-    assert checked.message.endswith(f"`$.sampling.{name}`")
+    assert checked.message.startswith(f"sampling.{name} is ")
 
 
 @pytest.mark.parametrize("as_struct", [False, True])
@@ -103,7 +104,8 @@ def test_a_schema_s_integers_beyond_64_bits_are_carried(
 ) -> None:
     schema = {"type": "integer", "maximum": 10**30}
     given = {"constraint": {"json_schema": schema}, "logit_bias": bias}
-    sampling = SamplingParams(constraint=Constraint(json_schema=schema), logit_bias=bias)
+    constraint = Constraint(json_schema=schema)
+    sampling = replace(SamplingParams(), constraint=constraint, logit_bias=bias)
     request: Any = GenerateRequest(prompt="x", sampling=sampling)
     if not as_struct:
         request = {"prompt": "x", "sampling": given}
@@ -118,7 +120,8 @@ def test_a_schema_s_integers_beyond_64_bits_are_carried(
 
 
 def test_a_bias_that_json_can_not_say_goes_as_msgpack() -> None:
-    request = GenerateRequest(prompt="x", sampling=SamplingParams(logit_bias={3: math.nan}))
+    sampling = replace(SamplingParams(), logit_bias={3: math.nan})
+    request = GenerateRequest(prompt="x", sampling=sampling)
     field, body = codec.encode_request(request)
     assert field == "msgpack"
     decoded = codec.decode_request(body, "msgpack", LIMIT)
@@ -146,7 +149,7 @@ def test_nearly_right_requests_never_raise(nearly: dict[str, Any]) -> None:
 def test_requests_survive_the_wire(
     prompt: str, n: int, temperature: float, ids: frozenset[int]
 ) -> None:
-    sampling = SamplingParams(temperature=temperature, stop_token_ids=ids)
+    sampling = replace(SamplingParams(), temperature=temperature, stop_token_ids=ids)
     request = GenerateRequest(prompt=prompt, n=n, sampling=sampling)
     field, body = codec.encode_request(request)
     assert field == ("json" if math.isfinite(temperature) else "msgpack")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.cli.app import _group
+from nano_inference.cli.app import PIPE_CLOSED, _group, main
 
 from .conftest import Run, assert_refused
 
@@ -86,13 +89,43 @@ def test_help_loads_no_model_code() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_closed_pipe_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with capsys.disabled(), open(writer, "w") as pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert main(["--help"]) == PIPE_CLOSED == 141
+
+
+def test_ctrl_c_during_imports_is_quiet() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "class Pressed:\n"
+        "    def find_spec(name, *more):\n"
+        "        if name == 'nano_inference.cli.app': os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from nano_inference.__main__ import main\n"
+        "sys.meta_path.insert(0, Pressed)\n"
+        "main()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize("command", ["serve", "up", "demo"])
+def test_too_little_address_space_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**9, -1))
+    assert_refused(run(command), "`ulimit -v` allows 1.0 GB", "engine.kv_cache_bytes")
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 WRONG = [
     ("frobnicate", "no such command 'frobnicate'"),
     ("submit --promt x", "no such option: --promt"),
     ("complete a b", "a text with spaces needs quotes"),
-    ("ps", "there is no command 'ps'; 'nano-inference status' shows"),
     ("serve tiny --model other", "not both"),
     ("run executor tiny", "a model is given with --model"),
     ("serve --porrt 1", "--port"),
@@ -169,13 +202,16 @@ def test_a_broken_model_is_found_before_anything_starts(
     assert_refused(run(command, "--model", str(path)), f"--model {path} {hint}")
 
 
-def test_model_that_was_pulled_is_named(
+def test_a_pulled_model_is_found_by_its_name(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     pulled = tmp_path / ".cache/nano-inference/models/org--name"
     pulled.mkdir(parents=True)
-    assert_refused(run("serve", "--model", "org/name"), f"it was pulled to {pulled}")
+    assert_refused(run("serve", "org/name"), f"{pulled} is a folder without config.json")
+    assert "org/name" in run("list").stdout
+    assert_refused(run("serve", "org/other"), "fetch it with `nano-inference pull org/other`")
+    assert_refused(run("run", "--model", "org/name"), f"it was pulled to {pulled}")
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from nano_inference.bus.codec import encode_output
 from nano_inference.cli.replay import _read
 from nano_inference.config import Config
 from nano_inference.pipeline.digest import RunDigest, digest
-from nano_inference.pipeline.engine_requests import completion_of
 from nano_inference.pipeline.replay import Replay
+from nano_inference.pipeline.rollouts import completion_of
 
 from ..pipeline import short_model
 from .conftest import Run, assert_refused

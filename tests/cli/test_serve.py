@@ -119,7 +119,7 @@ def test_beside_a_pipeline(on_served: Config, tmp_path: Path) -> None:
         info = httpx.get(f"{url}/server_info").json()
         assert url.endswith(f":{info['port']}")
         assert 'http_route="/generate"' in httpx.get(f"{url}/metrics").text
-        stopped_in_mid_stream(gateway, url, signal.SIGINT)
+        stopped_in_mid_stream(gateway, url, signal.SIGHUP)
     log = (tmp_path / "log").read_text()
     assert "gateway_listens" in log
     assert "Traceback" not in log

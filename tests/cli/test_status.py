@@ -1,23 +1,20 @@
-"""status, top and health: of a bus, and of a server such as `serve`."""
+"""status and health: of a bus, and of a server such as `serve`."""
 
 from __future__ import annotations
 
 import json
 import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import StringIO
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 from redis import Redis
-from rich.console import Console
 
 from nano_inference.cli.bus_status import BusStatus
 from nano_inference.cli.clients import of_one_model
-from nano_inference.cli.status import History, lane_table, view
-from nano_inference.config import REPLICATED, STAGES, Config, RequestError, all_roles
+from nano_inference.config import STAGES, Config, RequestError
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.pipeline.progress import progress_of
 from nano_inference.store.board import StageReport
@@ -94,6 +91,10 @@ def test_status_of_a_running_pipeline(run: Run, on_served: Config) -> None:
     assert (found["ready"], found["reason"]) == (True, "")
     (lane,) = found["lanes"]
     assert lane["epoch"] >= 1
+    assert all(
+        each["cpu"] >= 0 and each["memory_bytes"] > 10**7 for each in lane["stages"].values()
+    )
+    assert "tenants" in lane["stages"]["fairness"]["load"]
     assert set(lane["stages"]) == set(STAGES)
     assert found["server"].startswith("Valkey ")
     assert sum(found["connections"].values()) >= 1
@@ -108,11 +109,13 @@ def test_status_top_and_health_of_a_server(run: Run, on_served: Config, url: str
     assert all([stage, "ready"] in rows(ran.stdout) for stage in STAGES)
     found = json.loads(run("status", "--url", url, "--json").stdout)
     assert (found["ready"], found["url"]) == (True, url)
-    assert "settings" not in found["lanes"][0]["stages"]["fairness"]["load"]
+    load = found["lanes"][0]["stages"]["fairness"]["load"]
+    assert ("settings" in load, "tenants" in load) == (False, True), "this server has no keys"
     assert run("status", "--url", url, "--model", "tiny").status == 0
     assert_refused(run("status", "--url", url, "--model", "tine"), "did you mean 'tiny'?")
     shown = run("top", "--url", url).stdout  # once on a pipe
-    assert "0 on the stream, 0 taken, 0 not started, 0 dead letters" in shown
+    assert "0 in flight, 0 waiting, 0 not started, 0 dead letters" in shown
+    assert "model tiny, lane 0" in shown
     assert "KV blocks" in shown
     assert run("health", "--url", url)[:2] == (0, "ready\n")
     assert run("health", "--live", "--url", url)[:2] == (0, "live\n")
@@ -126,8 +129,6 @@ def test_status_of_one_of_several_models_of_a_server() -> None:
     with pytest.raises(RequestError, match="did you mean 'first'"):
         of_one_model(found, "firts")
 
-
-# --- top ----------------------------------------------------------------------------------------
 
 LOADS: dict[str, dict[str, int | float | str]] = {
     "fairness": {"queued": 7, "credits": 20},
@@ -153,88 +154,6 @@ def look(*further: StageReport, without: str = "", rate: int = 1234) -> BusStatu
     state = {"ready": lanes[0].ready, "reason": lanes[0].reason, "lanes": lanes}
     state |= {"stall_timeout_s": 60.0, "progress": progress_of(lanes, 60.0)}
     return BusStatus(links={}, connections={}, **counts, **where, **state)
-
-
-def top_of(found: BusStatus, history: History | None = None) -> str:
-    out = StringIO()
-    Console(file=out, width=80, color_system=None).print(
-        view(found, History() if history is None else history)
-    )
-    assert max(map(len, out.getvalue().splitlines())) <= 80
-    return out.getvalue()
-
-
-def test_top_has_every_number() -> None:
-    text = top_of(look())
-    assert "12 on the stream, 47 taken, 13 not started, 1 dead letters" in text
-    for words in ("1,234", "35.5 ms median, 80.0 ms p95", "7 in fairness, 4 in batching"):
-        assert words in text
-    for words in ("40 of 64 samples (62%)", "750 of 1,000 used (75%)", "300 in the prefix cache"):
-        assert words in text
-    assert all([stage, "ready"] in rows(text) for stage in STAGES)
-
-
-def test_pinned_blocks_are_shown_if_there_are_any() -> None:
-    load = LOADS["batching"] | {"kv_pinned": 96}
-    assert "96 pinned by sessions" in top_of(look(report("batching", load)))
-    assert "pinned" not in top_of(look(report("batching", LOADS["batching"] | {"kv_pinned": 0})))
-
-
-def test_state_snapshots_are_shown_for_a_model_with_recurrent_state() -> None:
-    load = LOADS["batching"] | {"state_snapshots": 12, "state_snapshots_total": 48}
-    found = look(report("batching", load))
-    assert "12 of 48 snapshots (25%)" in top_of(found)
-    shown = StringIO()
-    Console(file=shown, width=200, color_system=None).print(lane_table(found.lanes[0]))
-    assert "12 of 48 state snapshots" in shown.getvalue()
-    assert "snapshots" not in top_of(look())
-
-
-def test_the_response_cache_is_shown_where_it_is_on() -> None:
-    load = {"responses": 1200, "response_hits": 30, "response_lookups": 4000}
-    line = "1,200 cached responses, 30 of 4,000 lookups found one"
-    found = look(report("admission", load))
-    assert line in top_of(found)
-    shown = StringIO()
-    Console(file=shown, width=200, color_system=None).print(lane_table(found.lanes[0]))
-    assert line in shown.getvalue()
-    assert "cached responses" not in top_of(look())
-
-
-def test_drafts_are_shown_if_the_engine_speculates() -> None:
-    def drafting(*loads: dict[str, int]) -> str:
-        roles = ("executor", "executor.1")
-        return top_of(look(*map(report, roles[: len(loads)], loads)))
-
-    none = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-    some = {"drafts": 100, "draft_tokens": 400, "accepted_tokens": 250}
-    others = {"drafts": 300, "draft_tokens": 1600, "accepted_tokens": 1350}
-    assert "drafts" not in top_of(look())
-    assert "none yet" in drafting(none)
-    assert "62% of their tokens accepted, 3.5 tokens a step" in drafting(some)
-    assert "80% of their tokens accepted, 5.0 tokens a step" in drafting(some, others)
-
-
-def test_top_draws_the_last_rates() -> None:
-    history = History()
-    for rate in (0, 50, 100):
-        text = top_of(look(rate=rate), history)
-    assert "100        ▄█" in text
-    for _ in range(100):
-        top_of(look(rate=100), history)
-
-
-def test_replicas_are_summed_and_each_has_its_rows() -> None:
-    text = top_of(look(*(report(f"{stage}.1", LOADS.get(stage, {})) for stage in REPLICATED)))
-    for words in ("80 of 108 samples", "1,500 of 2,000 used", "7 in fairness, 8 in batching"):
-        assert words in text
-    assert all([role, "ready"] in rows(text) for role in all_roles(2))
-
-
-def test_a_missing_stage_is_named() -> None:
-    text = top_of(look(without="batching"))
-    assert "not ready: no process runs batching" in text
-    assert "0 of 0 used (0%)" in text
 
 
 # --- health -------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_jaeger_file(run: Run, file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("r-1",), "there is no trace file"),
+        (("r-1", "--html", "x.html"), "write the spans of a trace file"),
         (("r-1", "--file", "nowhere.jsonl"), "can't be read"),
         (("r-9", "--file", "FILE"), "no span of 'r-9'"),
         (("r-1", "--file", "FILE", "--html", "/nowhere/x.html"), "can't be written"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from nano_inference import Config, Constraint, EngineConfig, SamplingParams
 
@@ -60,6 +61,6 @@ def test_a_logit_bias_can_not_be_changed(params: SamplingParams) -> None:
 
 
 def test_values_of_a_wrong_type_are_left_unchanged() -> None:
-    params = SamplingParams(stop_token_ids=cast(Any, [[1]]), stop=cast(Any, 5))
+    params = replace(SamplingParams(), stop_token_ids=[[1]], stop=5)
     assert params.stop_token_ids == [[1]]
     assert params.stop == 5

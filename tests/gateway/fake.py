@@ -376,7 +376,7 @@ class Client(httpx.AsyncClient):
 
 def observed(app: GatewayApp) -> ObservedCalls:
     """Return an application whose responses have the headers of the server."""
-    return ObservedCalls(app, Measures(), [])
+    return ObservedCalls(app, Measures(), [], on_call=app.on_call)
 
 
 def http_of(

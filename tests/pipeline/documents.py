@@ -10,7 +10,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[2] / "docs"
 LIMIT_S = 60
 # The gateway's address in the documentation.
-TOLD_URL = "http://127.0.0.1:30000"
+TOLD_URL = "http://127.0.0.1:8000"
 
 
 def commands_of(document: str) -> list[str]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from nano_inference import (
+    ChatRenderer,
+    Config,
     EngineConfig,
     InferenceEngine,
     RequestError,
@@ -22,6 +27,7 @@ from nano_inference import (
     WeightsError,
 )
 from nano_inference.bus.steps import StepPlan, StepResult
+from nano_inference.config import ConfigError
 from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
@@ -202,10 +208,55 @@ def test_progress_is_shown_on_request(
     engine.generate(["1 + 1 ="], GREEDY)
     assert capsys.readouterr() == ("", "")
     engine.generate(["1 + 1 =", "2 + 2 ="], GREEDY, show_progress=True)
+    engine.embed(["1 + 1 ="], show_progress=True)
+    engine.score([[70, 71]], [[72]], show_progress=True)
+    engine.score_targets([[70, 71]], [[[72]]], show_progress=True)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "Generating" in shown.err
-    assert "100%" in shown.err
+    assert shown.err.count("100%") == 4
+    assert "Generating: 100%" in shown.err
+    assert "Embedding: 100%" in shown.err
+    assert shown.err.count("Scoring: 100%") == 2
+
+
+def test_samples_have_text_and_message_wherever_they_are(engine: InferenceEngine) -> None:
+    (sample,) = engine.generate(["98 + 25 ="], replace(GREEDY, stop=("3",)))
+    assert sample.text == " 12"
+    assert sample.message is sample.message
+    assert sample.message == {"role": "assistant", "content": " 123"}
+    elsewhere = pickle.loads(pickle.dumps(sample))
+    assert "message" not in vars(elsewhere), "it is parsed there, if somebody reads it"
+    assert (elsewhere, hash(elsewhere)) == (sample, hash(sample))
+    assert elsewhere.message == sample.message
+    assert replace(sample, model_path="/a/copy") == sample != replace(sample, text="")
+    assert repr(sample) == "TrainingSample(' 12', <7 + 4 tokens>, 'stop', weight_version=0)"
+    with raises("invalid_request", "parse it with ChatRenderer"):
+        _ = replace(sample, model_path="").message
+
+
+def test_a_message_has_the_calls_of_the_conversation_s_tools(engine: InferenceEngine) -> None:
+    numbers = {name: {"type": "integer"} for name in "ab"}
+    parameters = {"type": "object", "properties": numbers, "required": ["a", "b"]}
+    times = {"name": "times", "description": "Multiplies", "parameters": parameters}
+    prompt = ChatRenderer("tiny").render(
+        [{"role": "user", "content": "What is 31 times 3?"}],
+        tools=[{"type": "function", "function": times}],
+        enable_thinking=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=60)
+    engine.add_request(prompt, params)
+    for sample in (*engine.generate([prompt], params), *finish(engine)):
+        (call,) = sample.message["tool_calls"]
+        assert call["function"] == {"name": "times", "arguments": '{"a": 31, "b": 3}'}
+
+
+def test_an_engine_takes_a_path_and_names_it(engine: InferenceEngine) -> None:
+    assert EngineConfig.of("tiny") == EngineConfig.of(None) == EngineConfig()
+    assert EngineConfig.of(Path("/models/a")) == EngineConfig(model_path="/models/a")
+    assert repr(engine).startswith("InferenceEngine('tiny', weight_version=")
+    for wrong, why in {Config(): "not Config.*; pass its .engine", 5: "not 5"}.items():
+        with raises("invalid_config", why, ConfigError):
+            InferenceEngine(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +265,9 @@ def test_progress_is_shown_on_request(
         ("", GREEDY, "empty_prompt"),
         ([], GREEDY, "empty_prompt"),
         ([10**6], GREEDY, "invalid_token_ids"),
-        ("1 + 1 =", SamplingParams(max_tokens=0), "invalid_max_tokens"),
-        ("1 + 1 =", SamplingParams(temperature=math.nan), "invalid_temperature"),
-        ("1 + 1 =", SamplingParams(temperature="hot"), "invalid_request"),  # type: ignore[arg-type]
+        ("1 + 1 =", replace(GREEDY, max_tokens=0), "invalid_max_tokens"),
+        ("1 + 1 =", replace(GREEDY, temperature=math.nan), "invalid_temperature"),
+        ("1 + 1 =", replace(GREEDY, temperature="hot"), "invalid_request"),
     ],
 )
 def test_a_refused_prompt_leaves_nothing_behind(

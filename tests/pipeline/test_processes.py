@@ -394,10 +394,12 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
         assert await stopping == 0
     await asyncio.to_thread(tracing.shutdown)
     rows = spans.by_trace[completion.trace_id]
-    assert sorted(name for name, *_ in rows) == sorted(["publish", *STAGES, "prefill", "decode"])
+    assert sorted(name for name, *_ in rows) == sorted(
+        ["text_completion tiny", *STAGES, "prefill", "decode"]
+    )
     ids = {name: span_id for name, span_id, _, _ in rows}
     parents = {name: parent for name, _, parent, _ in rows}
-    assert {parents[stage] for stage in STAGES} == {ids["publish"]}
+    assert {parents[stage] for stage in STAGES} == {ids["text_completion tiny"]}
     assert parents["prefill"] == parents["decode"] == ids["executor"]
     assert len({instance for *_, instance in rows}) == 6, "each process exports its own"
 

@@ -13,6 +13,7 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from nano_inference.bus.public import Completion
 from nano_inference.config import STAGES, TelemetryConfig, load_config
@@ -75,7 +76,7 @@ async def test_a_trace_says_whether_the_response_was_cached() -> None:
         second = await record.pipeline.complete(asking("1 + 1 ="))
         await settled(record)
     computed, served = record.of(first), record.of(second)
-    assert sorted(served) == ["admission", "publish", "streaming"]
+    assert sorted(served) == ["admission", "streaming", "text_completion tiny"]
     for spans, result in ((computed, "miss"), (served, "hit")):
         assert spans["streaming"][0].attributes[names.RESPONSE_RESULT] == result
 
@@ -85,13 +86,16 @@ async def test_a_trace_has_every_stage_and_the_parts_of_the_executor() -> None:
         done = await record.pipeline.complete(asking("1 + 1 ="))
         await settled(record)
     spans = record.of(done)
-    assert sorted(spans) == sorted(["publish", *STAGES, "prefill", "decode"])
+    assert sorted(spans) == sorted(["text_completion tiny", *STAGES, "prefill", "decode"])
     (executor,), (prefill,), (decode,) = (spans[n] for n in ("executor", "prefill", "decode"))
     assert prefill.parent.span_id == decode.parent.span_id == executor.context.span_id
     assert executor.start_time == prefill.start_time < prefill.end_time == decode.start_time
     assert decode.start_time < decode.end_time <= executor.end_time
     assert events(spans["streaming"]) == events(spans["executor"]) == [names.FIRST_TOKEN]
-    assert executor.attributes[names.OUTPUT_TOKENS] == 8
+    (whole,) = spans["text_completion tiny"]
+    assert (whole.kind, whole.attributes[names.OUTPUT_TOKENS]) == (SpanKind.CLIENT, 8)
+    assert all(whole.start_time <= each.start_time for (each,) in spans.values())
+    assert executor.attributes[names.SLICE_TOKENS] == 8
 
 
 async def test_a_handover_shows_as_two_stays_and_the_way_between_them() -> None:

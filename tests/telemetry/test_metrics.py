@@ -439,7 +439,7 @@ async def test_buckets_resolve_milliseconds() -> None:
     for each in INSTRUMENTS:
         assert list(each.buckets) == sorted(set(each.buckets))
         assert bool(each.buckets) == (each.kind == "histogram")
-        if each.unit == "s" and each.kind == "histogram":
+        if each.unit == "s" and each.kind == "histogram" and not each.name.startswith("gen_ai."):
             within = [bound for bound in each.buckets if 0.001 <= bound <= 0.01]
             assert len(within) >= 5
 

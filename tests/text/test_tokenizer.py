@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
+from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -210,7 +211,9 @@ def test_do_sample_false_is_greedy_whatever_else_stands_there(tmp_path: Path) ->
     ],
 )
 def test_advice_that_can_not_be_followed(tmp_path: Path, name: str, value: object) -> None:
-    with pytest.raises(ModelError, match=rf"generation_config\.json: {name} is .*it must be"):
+    with pytest.raises(
+        ModelError, match=rf"generation_config\.json: {name} is .*(it must be|Expected)"
+    ):
         advise(tmp_path, **{name: value})
 
 
@@ -220,13 +223,12 @@ AT_THE_EDGES = [edge * nudge for edge in EDGES for nudge in (1, 0.99, 1.01)] + [
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
 def test_advice_is_followed_exactly_where_admission_takes_it(tmp_path: Path, name: str) -> None:
-    """The ranges stand in two places, since a stage's checks are its own."""
     taken = []
     for value in AT_THE_EDGES:
         if name == "top_k" and not isinstance(value, int):
             continue
         try:
-            check_sampling(SamplingParams(**{name: value}), vocab_size=100)
+            check_sampling(replace(SamplingParams(), **{name: value}), vocab_size=100)
         except RequestError:
             with pytest.raises(ModelError, match=name):
                 advise(tmp_path, **{name: value})

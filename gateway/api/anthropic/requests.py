@@ -90,6 +90,7 @@ def request_of(
         cache_salt=fields.cache_salt,
         kv_session=fields.kv_session,
         model=adapter_of(fields.model, config),
+        is_chat=True,
     )
 
 

@@ -385,7 +385,7 @@ def _failed(call: Call, error: Exception) -> GrpcFailure:
     """Record a call's error, logged unless the client caused it. Returns the failure."""
     log = get_logger().bind(path=call.path, call_id=call.id)
     if isinstance(error, NanoInferenceError):
-        call.code = error.code
+        call.code, call.message = error.code, error.message
         failure = failure_of(error)
         if failure.status >= 500:
             log.warning("grpc_call_failed", code=error.code, error=str(error))

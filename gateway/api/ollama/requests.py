@@ -259,4 +259,5 @@ def request_of(
         tenant=tenant,
         cache_salt=fields.cache_salt,
         model=adapter_of(model_of(fields.model, config), config),
+        is_chat=not plain,
     )

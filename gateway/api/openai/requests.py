@@ -147,6 +147,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             on_version_lag=self.fields.on_version_lag,
             images=images,
             add_special_tokens=self.add_special_tokens and not images,
+            is_chat=self.chat,
         )
 
 

@@ -16,7 +16,8 @@ const shared = { session: null, models: [] };
 let leave = null;
 
 async function show(moved) {
-  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, ...rest] = path.split("/");
   const view = VIEWS[name] ? name : "playground";
   leave?.abort();
   const left = (leave = new AbortController());
@@ -31,7 +32,7 @@ async function show(moved) {
     if (view === "playground" && moved) shared.models = (await json("v1/models")).data;
     if (left.signal.aborted) return;
     main.dataset.view = view;
-    render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), reload: begin });
+    render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), query: new URLSearchParams(query), reload: begin });
   } catch (error) {
     put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "This view failed"), error.message)));
     throw error;

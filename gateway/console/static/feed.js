@@ -1,15 +1,21 @@
 // The live state: one stream of snapshots for all views of this tab, none while the tab is hidden.
 
-import { call, events, pause } from "./api.js";
+import { call, events, json, pause } from "./api.js";
 
-const POINTS = 600;
+const SECONDS = 600;
+const SECOND_MS = 1000;
+const MINUTE_MS = 60_000;
+/** Steps between two points from which on something is missing. */
+const MISSED = 3.5;
 
 class Feed extends EventTarget {
   latest = null;
   before = null;
-  points = [];
+  seconds = [];
+  minutes = [];
   state = "connecting";
   #stop = null;
+  #read_ms = 0;
 
   start() {
     document.addEventListener("visibilitychange", () => (document.hidden ? this.#close() : this.#open()));
@@ -55,18 +61,38 @@ class Feed extends EventTarget {
     }
   }
 
-  #take({ name, data }) {
-    const found = JSON.parse(data);
-    if (name === "history") {
-      const last = this.points.at(-1)?.[0] ?? 0;
-      // After a new connection the own points go on.
-      this.points = [...(found.length ? found.filter((each) => each[0] > last) : []), ...this.points].sort((a, b) => a[0] - b[0]).slice(-POINTS);
-      return;
+  /** Read what was before this page, and what it has missed, if that may be news: at most once a minute, but after a gap. Returns whether it did. */
+  async history() {
+    const [last, before] = [this.seconds.at(-1)?.[0] ?? 0, this.seconds.at(-2)?.[0] ?? 0];
+    if (last - before < MISSED * SECOND_MS && Date.now() - this.#read_ms < MINUTE_MS) return false;
+    this.#read_ms = Date.now();
+    const { seconds, minutes } = await json("console/history");
+    const until = seconds.at(-1)?.[0] ?? 0;
+    // Empty for a key of some models, whose own points are all that there is.
+    this.seconds = [...seconds, ...this.seconds.filter(([at]) => at > until)].slice(-SECONDS);
+    this.minutes = minutes;
+    return true;
+  }
+
+  /** Return the times in seconds and the points of the last so many minutes: a point a second up to ten, else one a minute. Where some are missing there is an empty one. */
+  during(minutes) {
+    const step = minutes * 60 <= SECONDS || !this.minutes.length ? SECOND_MS : MINUTE_MS;
+    const until = this.seconds.at(-1)?.[0] ?? Date.now();
+    const found = (step === SECOND_MS ? this.seconds : this.minutes).filter(([at]) => at >= until - minutes * MINUTE_MS);
+    const points = [];
+    for (const point of found) {
+      const before = points.at(-1)?.[0];
+      if (before && point[0] - before > MISSED * step) points.push([before + step]);
+      points.push(point);
     }
+    return { from: until - minutes * MINUTE_MS, until, step, points };
+  }
+
+  #take({ data }) {
     this.before = this.latest;
-    this.latest = found;
-    this.points.push(pointOf(found));
-    if (this.points.length > POINTS) this.points.shift();
+    this.latest = JSON.parse(data);
+    this.seconds.push(pointOf(this.latest));
+    if (this.seconds.length > SECONDS) this.seconds.shift();
     this.#is("live");
     this.dispatchEvent(new Event("snapshot"));
   }
@@ -79,9 +105,9 @@ class Feed extends EventTarget {
   }
 }
 
-/** The same point as the gateway's: time, tokens/s, in flight, queued, running, KV used and in all, weight version. */
+/** The same point as the gateway's: time, tokens/s, in flight, not started, running, KV used and in all, weight version. */
 export function pointOf({ at_ms: at, status }) {
-  if (!status) return [at, null, null, null, null, null, null, null];
+  if (!status) return [at];
   let rate = 0, running = 0, free = 0, total = 0, version = 0;
   for (const lane of status.lanes) {
     for (const { load } of Object.values(lane.stages)) {

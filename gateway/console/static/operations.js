@@ -1,12 +1,18 @@
 // Operations: models and adapters, dead letters, errors with what to do, keys and limits.
 
-import { address, call, json } from "./api.js";
+import { call, json } from "./api.js";
 import { confirmed, copy, field, h, put, showDialog, toast } from "./dom.js";
 import { bytes, clock, count, dateTime, duration, number } from "./format.js";
 import { feed } from "./feed.js";
+import { remedies } from "./remedies.js";
 
 const panel = (title, note, actions, ...content) => h("section", { class: "panel", "aria-label": title }, h("header", null, h("h2", null, title), note && h("span", { class: "muted small" }, note), h("span", { class: "spacer" }), actions), content);
-const table = (heads, rows) => h("div", { class: "scroll-x", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", null, h("thead", null, h("tr", null, heads.map((each) => h("th", { scope: "col", class: each.startsWith("#") ? "num" : undefined }, each ? each.replace("#", "") : h("span", { class: "visually-hidden" }, "Actions"))))), h("tbody", null, rows)));
+/** A table; where the page is narrow, each row is a card whose cells have their column's name. */
+function table(heads, rows) {
+  for (const row of rows) [...row.children].forEach((cell, index) => { cell.dataset.label = heads[index].replace("#", ""); cell.setAttribute("role", "cell"); });
+  for (const row of rows) row.setAttribute("role", "row");
+  return h("div", { class: "scroll-x", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", { role: "table" }, h("thead", null, h("tr", { role: "row" }, heads.map((each) => h("th", { scope: "col", role: "columnheader", class: each.startsWith("#") ? "num" : undefined }, each ? each.replace("#", "") : h("span", { class: "visually-hidden" }, "Actions"))))), h("tbody", { role: "rowgroup" }, rows)));
+}
 const empty = (text) => h("p", { class: "empty" }, text);
 
 /** A button that works once at a time, and shows for how long. */
@@ -157,16 +163,15 @@ async function allRequests(signal) {
 
 function errors(signal) {
   const body = h("div", null, empty("Reading …"));
-  const remedies = fetch(address("console/static/errors.json"), { credentials: "omit", signal }).then((response) => response.json());
   async function draw() {
     const found = errorsOf(await allRequests(signal));
-    const known = await remedies;
+    const known = await remedies();
     put(body, found.length ? table(["Code", "#Requests", "Last", "What it said", "What to do"], found.map(({ code, number: times, last }) => h("tr", null,
-      h("td", null, h("span", { class: "tag bad" }, code)), h("td", { class: "num" }, number(times)), h("td", { class: "nowrap" }, h("a", { href: `#/requests/${encodeURIComponent(last.id)}` }, clock(last.ended_ns))),
-      h("td", { class: "small" }, last.message), h("td", { class: "small muted" }, known[code] ?? "")))) : empty("No request of this gateway has failed."));
+      h("td", null, h("a", { class: "tag bad", href: `#/requests?q=code:${code}` }, code)), h("td", { class: "num" }, number(times)), h("td", { class: "nowrap" }, h("a", { href: `#/requests/${encodeURIComponent(last.id)}` }, clock(last.ended_ns))),
+      h("td", { class: "small" }, last.message), h("td", { class: "small muted" }, known[code] ?? "")))) : empty("No request of this gateway has failed, and no call was refused."));
   }
   draw().catch((error) => { if (!signal.aborted) put(body, empty(error.message)); });
-  return panel("Errors", "of the last requests of this gateway", h("button", { type: "button", class: "quiet", onclick: () => draw().catch((error) => toast(error.message, true)) }, "Refresh"), body);
+  return panel("Errors", "of the last requests and refused calls of this gateway", h("button", { type: "button", class: "quiet", onclick: () => draw().catch((error) => toast(error.message, true)) }, "Refresh"), body);
 }
 
 // --- keys and limits --------------------------------------------------------------------------

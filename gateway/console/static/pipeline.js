@@ -1,7 +1,7 @@
 // The pipeline as it is: its lanes, stages and links, the batch, KV, tenants, speculation and weights.
 
 import { h, put } from "./dom.js";
-import { bytes, count, duration, number, percent } from "./format.js";
+import { bytes, clock, count, duration, number, percent } from "./format.js";
 import { chart } from "./chart.js";
 import { feed } from "./feed.js";
 import { causeShares } from "./waterfall.js";
@@ -42,7 +42,7 @@ function facts(role, report) {
   switch (split(role)[0]) {
     case "admission": return [number(load.in_flight), "in flight", [load.recovering && `${number(load.recovering)} recovering`, load.responses !== undefined && `${number(load.response_hits)} answers from the cache`]];
     case "fairness": return [number(load.queued), "queued", [`${number(load.credits)} places`, load.paused && `${number(load.paused)} paused`, load.preemptions && `${number(load.preemptions)} preempted`]];
-    case "batching": return [number(load.running), "in the batch", [load.waiting && `${number(load.waiting)} waiting`, load.step_age_s > 2 && `step since ${load.step_age_s} s`]];
+    case "batching": return [number(load.running), "running", [load.waiting && `${number(load.waiting)} waiting`, load.step_age_s > 2 && `step since ${load.step_age_s} s`]];
     case "executor": return [`v${load.weight_version ?? 0}`, "weights", [[load.device, load.dtype].filter(Boolean).join(" · "), [load.parameters && `${count(load.parameters)} params`, load.steps !== undefined && `${number(load.steps)} steps`].filter(Boolean).join(" · ")]];
     default: return [number(load.tokens_per_s), "tokens/s", [load.ttft_ms_p50 !== undefined && `first token ${duration(load.ttft_ms_p50 * 1e6)}`, load.open && `${number(load.open)} open`]];
   }
@@ -72,7 +72,7 @@ function linkView(from, to, now, before, seconds) {
   const depth = now?.load.inbox;
   const label = `${from} to ${to}: ${rate === null ? "rate unknown" : `${number(rate)} messages a second`}, ${depth ?? "unknown"} waiting`;
   return h("div", { class: `link${depth > DEEP ? " full" : rate > 0 ? " moving" : ""}`, role: "img", "aria-label": label, title: label },
-    h("span", null, rate === null ? "–" : `${rate >= 10 ? Math.round(rate) : rate.toFixed(rate ? 1 : 0)}/s`), h("span", { class: "wire" }), h("span", null, depth ? `${number(depth)} waiting` : "\u00a0"));
+    h("span", { class: "only-narrow" }, `${from} to ${to}`), h("span", null, rate === null ? "–" : `${rate >= 10 ? Math.round(rate) : rate.toFixed(rate ? 1 : 0)}/s`), h("span", { class: "wire" }), h("span", null, depth ? `${number(depth)} waiting` : "\u00a0"));
 }
 
 function laneView(lane, earlier, seconds) {
@@ -106,7 +106,7 @@ function capacity(lanes) {
   const used = total - free;
   const held = Math.max(0, used - pinned);
   const rows = [
-    meter("Batch", [[running, "var(--batching)"]], most, `${number(running)} of ${number(most)} sequences`),
+    meter("Batch", [[running, "var(--batching)"]], most, `${number(running)} of ${number(most)} sequences running`),
     meter("KV on the device", [[held, "var(--executor)"], [pinned, "var(--fairness)"], [cached, "color-mix(in srgb, var(--executor) 40%, var(--panel))"]], total, `${number(used)} of ${number(total)} blocks used, ${number(cached)} cached${pinned ? `, ${number(pinned)} pinned` : ""}`),
   ];
   const snapshots = all("batching", "state_snapshots_total");
@@ -135,7 +135,45 @@ const tile = (name, value, unit) => h("div", { class: "tile" }, h("span", null, 
 
 const panel = (title, ...content) => h("section", { class: "panel" }, h("header", null, h("h2", null, title)), h("div", { class: "body" }, content));
 
-const legend = (series) => h("div", { class: "legend" }, series.map((each) => h("span", null, h("i", { style: { background: `var(${each.color})` } }), each.label)));
+/** Ranges of the charts, in minutes. */
+const RANGES = { "10 min": 10, "1 h": 60, "6 h": 360, "24 h": 1440 };
+
+/** The charts over time, their range, and what their axes show. */
+function charts(signal) {
+  let minutes = 10;
+  const note = h("span", { class: "muted small", role: "status" });
+  const chips = Object.entries(RANGES).map(([name, each]) => h("button", { type: "button", "aria-pressed": String(each === minutes), onclick: () => { minutes = each; for (const chip of chips) chip.setAttribute("aria-pressed", String(chip.textContent === name)); draw(); } }, name));
+  const plots = [
+    ["Tokens per second", [{ label: "tokens/s", color: "--streaming", fill: true }], [1]],
+    ["Requests and sequences", [{ label: "in flight", color: "--admission" }, { label: "not started", color: "--fairness" }, { label: "running", color: "--batching" }], [2, 3, 4]],
+    ["KV blocks", [{ label: "used", color: "--executor", fill: true }], [5]],
+    ["Version of the weights", [{ label: "version", color: "--accent", step: true }], [7], { level: true }],
+  ].map(([title, series, picks, options]) => {
+    const element = h("div", { class: "chart", role: "img", "aria-label": title });
+    const legend = h("div");
+    const panel = h("section", { class: "panel" }, h("header", null, h("h2", null, title), h("span", { class: "spacer" }), legend), h("div", { class: "body" }, element));
+    return { title, series, picks, options, element, legend, panel };
+  });
+  const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
+  function draw() {
+    const { from, until, step, points } = feed.during(minutes);
+    const times = points.map(([at]) => at / 1000);
+    for (const { plot, picks } of plots) plot.update(times, picks.map((pick) => points.map((point) => point[pick] ?? null)), from / 1000, until / 1000);
+    const first = points[0]?.[0];
+    const said = `${step === 1000 ? "a point a second" : "means of a minute"}, ${zone}${first && first - from > 3 * step ? `; known since ${clock(first * 1e6)}` : ""}`;
+    if (note.textContent !== said) note.textContent = said;
+  }
+  const element = h("section", { class: "over-time", "aria-label": "Charts" }, h("div", { class: "row" }, h("h2", null, "Over time"), h("div", { class: "chips", role: "group", "aria-label": "Range" }, chips), note), h("div", { class: "grid charts" }, plots.map(({ panel }) => panel)));
+  /** Begin, once the elements are on the page. */
+  function start() {
+    for (const each of plots) {
+      each.plot = chart(each.element, each.title, each.series, { signal, ...each.options });
+      each.legend.replaceWith(each.plot.legend);
+    }
+    feed.on(() => { draw(); feed.history().then((read) => { if (read && !signal.aborted) draw(); }, () => {}); }, signal);
+  }
+  return [element, start];
+}
 
 export function render(root, { signal }) {
   const banner = h("div", { role: "alert" });
@@ -145,19 +183,11 @@ export function render(root, { signal }) {
   const shares = h("div", { class: "grid", style: { "grid-template-columns": "minmax(0, 1fr)", gap: "14px" } });
   const spent = panel("Where the time of the last requests went");
   spent.hidden = true;
-  const plots = [
-    ["Tokens per second", [{ label: "tokens/s", color: "--streaming", fill: true }], (p) => [p[1]]],
-    ["Requests", [{ label: "in flight", color: "--admission" }, { label: "queued", color: "--fairness" }, { label: "in the batch", color: "--batching" }], (p) => [p[2], p[3], p[4]]],
-    ["KV blocks in use", [{ label: "used", color: "--executor", fill: true }], (p) => [p[5]]],
-    ["Weight version", [{ label: "version", color: "--accent", step: true }], (p) => [p[7]]],
-  ].map(([title, series, pick]) => {
-    const element = h("div", { class: "chart", role: "img", "aria-label": `${title} over the last minutes` });
-    return { title, series, pick, element };
-  });
+  const [plots, start] = charts(signal);
   put(root, h("div", { class: "page" }, h("header", null, h("h1", null, "Pipeline")), banner, tiles, lanes,
     h("div", { class: "grid" }, panel("Capacity", meters), panel("Tenants, last minute at this gateway", shares)), spent,
-    h("div", { class: "grid charts" }, plots.map(({ title, series, element }) => h("section", { class: "panel" }, h("header", null, h("h2", null, title), h("span", { class: "spacer" }), series.length > 1 && legend(series)), h("div", { class: "body" }, element))))));
-  for (const each of plots) each.plot = chart(each.element, each.series, { signal, min: 0 });
+    plots));
+  start();
 
   feed.on((snapshot) => {
     const { status } = snapshot;
@@ -179,8 +209,8 @@ export function render(root, { signal }) {
     if (!status) return;
     const all = (stage, name) => status.lanes.reduce((found, lane) => found + sum(lane.stages, stage, name), 0);
     const first = status.lanes.map((lane) => lane.stages.streaming?.load).filter((load) => load?.ttft_ms_p50 !== undefined);
-    put(tiles, tile("Tokens", number(all("streaming", "tokens_per_s")), "per second"), tile("In flight", number(status.in_flight)), tile("Not begun", number(status.queue_length)),
-      tile("Waiting here", number(snapshot.gateway.waiting)), tile("First token", first.length ? duration(Math.max(...first.map((load) => load.ttft_ms_p50)) * 1e6) : "–", first.length ? `p95 ${duration(Math.max(...first.map((load) => load.ttft_ms_p95)) * 1e6)}` : ""),
+    put(tiles, tile("Tokens/s", number(all("streaming", "tokens_per_s"))), tile("In flight", number(status.in_flight)), tile("Not started", number(status.queue_length)),
+      tile("Waiting at this gateway", number(snapshot.gateway.waiting)), tile("First token, median", first.length ? duration(Math.max(...first.map((load) => load.ttft_ms_p50)) * 1e6) : "–", first.length ? `p95 ${duration(Math.max(...first.map((load) => load.ttft_ms_p95)) * 1e6)}` : ""),
       tile("Preempted", number(all("fairness", "preemptions"))));
     const seconds = before ? (snapshot.at_ms - before.at_ms) / 1000 : 0;
     const earlier = (lane) => before?.status?.lanes.find((each) => each.lane === lane.lane && each.model === lane.model);
@@ -190,8 +220,6 @@ export function render(root, { signal }) {
     spent.hidden = !times.length;
     put(spent.lastChild, times);
     put(shares, tenants(snapshot.tenants));
-    const seen = feed.points.map((point) => point[0] / 1000);
-    for (const { plot, pick, series } of plots) plot.update([seen, ...series.map((_, index) => feed.points.map((point) => pick(point)[index]))]);
   }, signal);
 }
 

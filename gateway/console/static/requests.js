@@ -2,15 +2,14 @@
 
 import { call, json } from "./api.js";
 import { copy, h, icon, ICONS, put, toast } from "./dom.js";
+import { group, matcher, STATES } from "./filter.js";
 import { clock, dateTime, duration, number, shortId } from "./format.js";
 import { feed } from "./feed.js";
-import { causes, stepsOf, waterfall } from "./waterfall.js";
+import { remedies } from "./remedies.js";
+import { causes, causeName, stepsOf, waterfall } from "./waterfall.js";
 
 const MOST = 10_000;
-const STATES = ["all", "in flight", "done", "failed"];
-const DOTS = { waiting: "hollow", running: "accent", done: "good", error: "bad", expired: "bad", cancelled: "warn" };
-
-const group = (state) => (state === "waiting" || state === "running" ? "in flight" : state === "done" ? "done" : "failed");
+const DOTS = { waiting: "hollow", running: "accent", done: "good", error: "bad", expired: "bad", refused: "bad hollow", cancelled: "warn" };
 
 /** The requests that this tab knows, by number; kept while another view is shown. */
 const known = new Map();
@@ -24,7 +23,7 @@ async function refresh(signal) {
     // The gateway was restarted, and counts anew.
     if (!page.more && page.next < next) { known.clear(); next = 0; continue; }
     for (const each of page.requests) {
-      each.words = `${each.name} ${each.id} ${each.tenant} ${each.model} ${each.state} ${each.code} ${each.prompt} ${each.answer}`.toLowerCase();
+      each.words = `${each.name} ${each.id} ${each.tenant} ${each.model} ${each.state} ${each.finish} ${each.code} ${each.prompt} ${each.answer} ${each.message}`.toLowerCase();
       known.set(each.number, each);
     }
     next = page.next;
@@ -33,58 +32,76 @@ async function refresh(signal) {
   if (known.size > MOST) for (const each of [...known.keys()].sort((a, b) => a - b).slice(0, known.size - MOST)) known.delete(each);
 }
 
-/** Return a test of a search: words, and tenant:, model:, state:, id: and code: with a part of a value. */
-export function matcher(search, state) {
-  const terms = search.toLowerCase().split(/\s+/).filter(Boolean).map((term) => {
-    const [, name, value] = /^(tenant|model|state|id|code):(.*)$/.exec(term) ?? [];
-    return name ? (each) => each[name].toLowerCase().includes(value) : (each) => each.words.includes(term);
-  });
-  return (each) => (state === "all" || group(each.state) === state) && terms.every((term) => term(each));
-}
-
 const ended = (each) => (each.ended_ns || Date.now() * 1e6) - each.arrived_ns;
 
-function drawRow(each, index, chosen) {
-  const narrow = matchMedia("(max-width: 760px)").matches;
+/** How a request ended: its finish, or its error. */
+const ending = (each) => (each.code ? `${each.status || ""} ${each.code}`.trim() : each.finish || each.state);
+
+/** The columns of the list: a name, which is the class of its cells too, a title, what they show. */
+const COLUMNS = [
+  ["at", "arrived", (each) => clock(each.arrived_ns)],
+  ["id", "request", (each) => shortId(each.name), (each) => each.name],
+  ["tenant", "tenant", (each) => each.tenant || "–", (each) => each.tenant],
+  ["model", "model", (each) => each.model || "–", (each) => each.model],
+  ["text", "prompt and answer", (each) => [h("b", null, tail(each.prompt) || "–"), h("span", null, each.code ? each.message : each.answer)]],
+  ["end", "end", ending, ending],
+  ["tokens right", "tokens", (each) => (each.state === "refused" ? "–" : number(each.completion_tokens))],
+  ["first right", "first", (each) => (each.first_ns ? duration(each.first_ns - each.arrived_ns) : "–")],
+  ["time right", "time", (each) => duration(ended(each))],
+  ["cause", "mostly", (each) => (each.cause ? causeName(each.cause) : "–")],
+];
+
+function drawRow(each, index, chosen, narrow) {
   const dot = h("span", { class: `dot ${DOTS[each.state]}`, role: "img", "aria-label": each.state, title: each.state });
-  const text = h("div", { class: "text", role: "gridcell" }, h("b", null, tail(each.prompt) || "–"), " ", h("span", null, each.code || each.answer));
+  const cell = (name, content, title) => h("div", { class: name, role: "gridcell", title: title || undefined }, content);
+  const bad = group(each.state) === "failed" || each.state === "refused" ? " error" : "";
   const cells = narrow
-    ? [h("div", { role: "gridcell" }, dot), text, h("div", { class: "right muted small", role: "gridcell" }, `${number(each.completion_tokens)} · ${duration(ended(each))}`)]
-    : [h("div", { role: "gridcell" }, dot), h("div", { role: "gridcell", class: "muted" }, clock(each.arrived_ns)), h("div", { role: "gridcell", class: "mono more", title: each.name }, shortId(each.name)), h("div", { role: "gridcell", title: each.tenant }, each.tenant), text,
-      h("div", { class: "right", role: "gridcell" }, number(each.completion_tokens)), h("div", { class: "right", role: "gridcell" }, each.first_ns ? duration(each.first_ns - each.arrived_ns) : "–"), h("div", { class: "right", role: "gridcell" }, duration(ended(each)))];
-  return h("div", { class: "list-row", role: "row", id: `row-${each.number}`, "aria-rowindex": index + 2, "aria-selected": String(chosen), data: { index } }, cells);
+    ? [cell("text", COLUMNS[4][2](each)), cell(`end muted${bad}`, [ending(each), each.model, each.state !== "refused" && `${number(each.completion_tokens)} tokens`, duration(ended(each))].filter(Boolean).join(" · "))]
+    : COLUMNS.map(([name, , show, title]) => cell(name === "end" ? name + bad : name, show(each), title?.(each)));
+  return h("div", { class: "list-row", role: "row", id: `row-${each.number}`, "aria-rowindex": index + 2, "aria-selected": String(chosen), data: { index } }, cell("state", dot), cells);
 }
 
-/** The last words of a prompt: the user's message in a rendered chat. */
+/** The last line of a prompt, which is the user's message in a rendered chat, with a mark if others come before it. */
 export function tail(prompt) {
   const lines = prompt.split("\n").map((each) => each.trim()).filter((each) => each && !/^(<?\/?think>?|assistant|user|system)$/.test(each));
-  return lines.at(-1) ?? "";
+  return lines.length > 1 ? `… ${lines.at(-1)}` : lines[0] ?? "";
 }
 
-export function render(root, { signal, argument, session }) {
+export function render(root, { signal, argument, query, session }) {
   let rows = [];
   let state = "all";
   let chosen = null;
   const narrow = matchMedia("(max-width: 760px)");
-  const search = h("input", { type: "search", "aria-label": "Filter", placeholder: "Filter by text, id, tenant:acme, model:tiny, code:expired", spellcheck: "false", autocomplete: "off" });
+  const search = h("input", { type: "search", "aria-label": "Filter", placeholder: "Words, or finish:length tokens>100 time>2s", value: query.get("q") ?? "", spellcheck: "false", autocomplete: "off" });
+  const help = h("div", { class: "filters", hidden: true }, EXAMPLES.map(([term, means]) => h("button", { type: "button", class: "quiet", onclick: () => { search.value = `${search.value} ${term}`.trim(); filter(); search.focus(); } }, h("code", null, term), ` ${means}`)));
+  const helped = h("button", { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => { help.hidden = !help.hidden; helped.setAttribute("aria-expanded", String(!help.hidden)); } }, "Filters");
   const count = h("span", { class: "muted small num", role: "status" });
-  const chips = STATES.map((each) => h("button", { type: "button", "aria-pressed": String(each === state), onclick: () => { state = each; for (const other of chips) other.setAttribute("aria-pressed", String(other.textContent === each)); filter(); } }, each));
+  const chips = ["all", ...STATES].map((each) => h("button", { type: "button", data: { state: each }, "aria-pressed": String(each === state), onclick: () => { state = each; for (const other of chips) other.setAttribute("aria-pressed", String(other.dataset.state === each)); filter(); } }, each));
   const space = h("div", { role: "rowgroup" });
   const list = h("div", { class: "list", role: "grid", tabindex: 0, "aria-label": "Requests; arrow keys choose one, Enter opens it" }, space);
-  const head = h("div", { class: "list-head", "aria-hidden": "true" }, ["", "arrived", "request", "tenant", "prompt and answer"].map((each) => h("div", { class: each === "request" ? "more" : undefined }, each)), ["tokens", "first", "time"].map((each) => h("div", { class: "right" }, each)));
+  const head = h("div", { class: "list-head", "aria-hidden": "true" }, h("div"), COLUMNS.map(([name, title]) => h("div", { class: name }, title)));
   const detail = h("aside", { class: "detail", hidden: true, tabindex: -1, "aria-label": "The request" });
-  const view = h("div", { class: "requests" }, h("header", null, h("h1", null, "Requests"), h("div", { class: "search" }, search), h("div", { class: "chips", role: "group", "aria-label": "State" }, chips), count), head, list, detail);
+  const view = h("div", { class: "requests" }, h("header", null, h("h1", null, "Requests"), h("div", { class: "search" }, search), helped, h("div", { class: "chips", role: "group", "aria-label": "State" }, chips), count, help), h("div", { class: "rows" }, head, list), detail);
   const empty = h("div", { class: "empty", hidden: true });
   list.append(empty);
 
-  const height = () => (narrow.matches ? 52 : 36);
+  const height = () => (narrow.matches ? 56 : 36);
+  const here = () => `#/requests${!detail.hidden && opened ? `/${encodeURIComponent(opened)}` : ""}${search.value.trim() ? `?q=${encodeURIComponent(search.value.trim())}` : ""}`;
+  let opened = "";
 
   function filter() {
-    const fits = matcher(search.value, state);
-    rows = [...known.values()].filter(fits).sort((a, b) => b.number - a.number);
+    if (signal.aborted) return;
+    const { test, problem } = matcher(search.value, state);
+    const found = [...known.values()];
+    const counts = Map.groupBy ? Map.groupBy(found, (each) => group(each.state)) : new Map();
+    for (const chip of chips) if (chip.dataset.state !== "all") put(chip, chip.dataset.state, counts.get(chip.dataset.state) && h("small", null, ` ${number(counts.get(chip.dataset.state).length)}`));
+    rows = found.filter(test).sort((a, b) => b.number - a.number);
+    search.setAttribute("aria-invalid", String(Boolean(problem)));
+    if (location.hash !== here()) history.replaceState(null, "", here());
     count.textContent = rows.length === known.size ? `${number(known.size)} requests` : `${number(rows.length)} of ${number(known.size)}`;
     empty.hidden = rows.length > 0;
-    empty.textContent = known.size ? "No request fits the filter." : "No request yet. Send one from the playground; this list has those of this gateway.";
+    empty.classList.toggle("error", Boolean(problem));
+    empty.textContent = problem || (known.size ? "No request fits the filter." : "No request yet. Send one from the playground; this list has those of this gateway.");
     list.setAttribute("aria-rowcount", rows.length + 1);
     space.style.height = `${rows.length * height()}px`;
     draw();
@@ -105,7 +122,7 @@ export function render(root, { signal, argument, session }) {
         const mark = `${row.changed} ${index} ${row.number === chosen} ${narrow.matches}`;
         let shown = drawn.get(row.number);
         if (shown?.mark !== mark) {
-          const element = drawRow(row, index, row.number === chosen);
+          const element = drawRow(row, index, row.number === chosen, narrow.matches);
           element.style.top = `${index * each}px`;
           if (shown) shown.element.replaceWith(element);
           else space.append(element);
@@ -132,9 +149,11 @@ export function render(root, { signal, argument, session }) {
   async function show(id) {
     view.classList.add("open");
     detail.hidden = false;
-    history.replaceState(null, "", `#/requests/${encodeURIComponent(id)}`);
+    opened = id;
+    history.replaceState(null, "", here());
     try {
-      put(detail, details(await json(`console/requests/${encodeURIComponent(id)}`, { signal }), close, session));
+      const found = await json(`console/requests/${encodeURIComponent(id)}`, { signal });
+      put(detail, details(found, close, session, found.request.code && (await remedies())[found.request.code]));
     } catch (error) {
       if (!signal.aborted) put(detail, h("header", null, h("h2", null, "Request"), closeButton(close)), h("div", { class: "banner warn" }, error.message));
     }
@@ -144,7 +163,7 @@ export function render(root, { signal, argument, session }) {
   function close() {
     detail.hidden = true;
     view.classList.remove("open");
-    history.replaceState(null, "", "#/requests");
+    history.replaceState(null, "", here());
     list.focus();
     draw();
   }
@@ -181,19 +200,24 @@ export function render(root, { signal, argument, session }) {
   }
 }
 
+const EXAMPLES = [
+  ["state:failed", "in error or expired"], ["finish:length", "cut by max_tokens"], ["tokens>100", "generated; in>100 of prompts, cached>0"], ["time>2s", "in all; first>200ms, wait>1s"],
+  ["code:expired", "an error's code or status"], ["cause:queue", "what took most of the time"], ["tenant:acme", "also model:, id:, prompt:, answer:, message:, client:"], ['"a: b"', "these words"], ["-state:done", "not"],
+];
+
 const closeButton = (close) => h("button", { type: "button", class: "quiet icon", "aria-label": "Close", onclick: close }, icon(ICONS.close));
 
-function details(found, close, session) {
+function details(found, close, session, remedy) {
   const { request, detail } = found;
   const running = request.state === "waiting" || request.state === "running";
   const total = (request.ended_ns || Date.now() * 1e6) - request.arrived_ns;
-  const kind = { done: "good", error: "bad", expired: "bad", cancelled: "warn" }[request.state] ?? "accent";
+  const kind = { done: "good", error: "bad", expired: "bad", refused: "bad", cancelled: "warn" }[request.state] ?? "accent";
   const usage = detail.usage ?? {};
   const replayed = h("section", { "aria-live": "polite", hidden: true });
   const time = usage.time;
   const facts = [
-    ["arrived", dateTime(request.arrived_ns)], ["model", request.model], ["tenant", request.tenant],
-    ["tokens", `${number(request.prompt_tokens)} in, ${number(request.completion_tokens)} out${request.cached_tokens ? `, ${number(request.cached_tokens)} from the prefix cache` : ""}`],
+    ["arrived", dateTime(request.arrived_ns)], ["model", request.model || "–"], ["tenant", request.tenant || "unknown"], request.client && ["from", request.client],
+    request.state !== "refused" && ["tokens", `${number(request.prompt_tokens)} in, ${number(request.completion_tokens)} out${request.cached_tokens ? `, ${number(request.cached_tokens)} from the prefix cache` : ""}`],
     request.first_ns && ["first token", `after ${duration(request.first_ns - request.arrived_ns)}`],
     request.versions && ["weights", request.versions[0] === request.versions[1] ? `version ${request.versions[0]}` : `versions ${request.versions[0]} to ${request.versions[1]}`],
     detail.samples?.some((each) => each.drafted) && ["drafted", `${number(detail.samples.reduce((all, each) => all + each.accepted, 0))} of ${number(detail.samples.reduce((all, each) => all + each.drafted, 0))} tokens accepted`],
@@ -201,20 +225,20 @@ function details(found, close, session) {
     detail.trace_id && ["trace", h("code", null, detail.trace_id)],
   ].filter(Boolean);
   return [
-    h("header", null, h("div", null, h("div", { class: "row" }, h("span", { class: `tag ${kind}` }, request.state), request.finish && h("span", { class: "tag" }, request.finish))),
+    h("header", null, h("div", null, h("div", { class: "row" }, h("span", { class: `tag ${kind}` }, request.state), (request.finish || request.status > 0) && h("span", { class: "tag" }, request.finish || `HTTP ${request.status}`))),
       h("div", { class: "row nowrap" },
         running && session.scopes.includes("generate") && h("button", { type: "button", class: "danger", onclick: () => cancelRequest(request.id) }, "Cancel"),
         request.state === "done" && session.scopes.includes("generate") && h("button", { type: "button", class: "quiet", title: "Compute it again, and compare each bit", onclick: (event) => replay(request.id, event.currentTarget, replayed) }, "Replay"),
         h("button", { type: "button", class: "quiet", onclick: () => copy(request.name) }, "Copy id"), closeButton(close))),
     h("p", { class: "mono" }, request.name),
-    request.message && h("div", { class: "banner bad" }, h("b", null, request.code), request.message),
+    request.message && h("div", { class: "banner bad" }, h("span", null, h("b", null, request.code), " ", request.message, remedy && h("p", { class: "small" }, h("b", null, "What to do: "), remedy))),
     replayed,
     h("section", null, h("h2", null, `Stages · ${duration(total)}`), waterfall(stepsOf(found))),
     time && h("section", null, h("h2", null, "Where the time went"), causes(time)),
     h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),
-    (detail.prompt || request.prompt) && h("section", null, h("h2", null, "Prompt"), h("div", { class: "box-text", tabindex: 0, role: "group", "aria-label": "Prompt" }, detail.prompt || request.prompt)),
+    (detail.prompt || request.prompt) && h("section", null, h("h2", null, request.status ? "Call" : "Prompt"), h("div", { class: "box-text", tabindex: 0, role: "group", "aria-label": "Prompt" }, detail.prompt || request.prompt)),
     (detail.samples ?? []).map((sample, index) => sampleView(sample, index, detail.samples.length)),
-    !detail.samples && !running && h("p", { class: "muted small" }, "Its texts are no longer kept: they make room for those of newer requests."),
+    !detail.samples && !running && request.state !== "refused" && h("p", { class: "muted small" }, "Its texts are no longer kept: they make room for those of newer requests."),
   ];
 }
 

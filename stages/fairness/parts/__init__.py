@@ -63,6 +63,14 @@ class Part(BasePart):
     def section(self, replica: Replica, started: Sequence[Running]) -> Section | None:
         """Return the part's section of the dispatched request."""
 
+    def may_run(self, waiting: Waiting) -> bool:
+        """Return whether a request may run now."""
+        return True
+
+    def yields(self, now_ns: int) -> Sequence[Running]:
+        """Return sequences that must pause although there may be room for all."""
+        return ()
+
     def is_hopeless(self, waiting: Waiting, now_ns: int) -> bool:
         """Return whether a request can't end before its deadline."""
         return False
@@ -84,6 +92,7 @@ def make_parts(
     core: FairnessState, roles: Sequence[ReplicaRole], lane: str, max_draft_tokens: int
 ) -> list[Part]:
     """Return the parts, in the order in which their hooks run. Settings may change at any time."""
+    from .background import Background
     from .exchange import Exchange
     from .fastest_step import FastestStep
     from .handovers import Handovers
@@ -96,6 +105,7 @@ def make_parts(
         Locality(core),
         Handovers(core, roles),
         FastestStep(core, max_draft_tokens),
+        Background(core),
         Preemption(core),
         TimeSlices(core),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,7 +44,8 @@ class ConsolePage:
 
     async def open(self, view: str = "playground") -> None:
         await self.page.goto(f"{self.url}/console/#/{view}")
-        await self.page.wait_for_selector(f"main[data-view='{view.partition('/')[0]}'] > *")
+        name = re.split("[/?]", view)[0]
+        await self.page.wait_for_selector(f"main[data-view='{name}'] > *")
 
     async def send(self, text: str) -> None:
         await self.page.fill(".composer textarea", text)

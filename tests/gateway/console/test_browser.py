@@ -3,10 +3,12 @@ survive. Skipped where there is no Chromium."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -20,6 +22,7 @@ from nano_inference.bus.public import (
 )
 from nano_inference.config import load_config
 from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.console.history import Point
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.pipeline.models import ModelStatus
@@ -79,7 +82,7 @@ async def gateway(
 ) -> AsyncIterator[tuple[str, GatewayApp, HttpServer]]:
     config = load_config(env={}, overrides={"gateway.message_format": "off"} | settings)
     app = make_app(engine, config)  # type: ignore[arg-type]
-    server = HttpServer(app, config.gateway)
+    server = HttpServer(app, config.gateway, on_call=app.on_call)
     async with listening(server) as port:
         yield f"http://127.0.0.1:{port}", app, server
         app.stop()
@@ -128,8 +131,9 @@ async def through_all_views(page: ConsolePage) -> None:
     for view in ("playground", "pipeline", "requests", "operations"):
         await page.open(view)
         if view == "requests":
+            await page.page.click("text=Filters")
             await page.page.locator(".list-row").first.click()
-            await page.page.wait_for_selector(".detail .fall")
+            await page.page.wait_for_selector(".detail .banner")
         if view == "pipeline":
             await page.page.wait_for_selector(".flow .stage")
         if view == "operations":
@@ -150,6 +154,8 @@ async def test_each_view_is_accessible_and_silent(
         await page.open()
         await page.send("How is the weather?")
         assert await page.answered() == "It is sunny, 12 degrees."
+        async with httpx.AsyncClient(base_url=url) as http:
+            await http.post("/v1/completions", json={"prompt": 3})
         await through_all_views(page)
         assert page.said == []
 
@@ -229,6 +235,59 @@ async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(
         engine.go()
         assert await page.answered() == "It is sunny, 12 degrees."
         assert len(engine.requests) == 1, "it ran once"
+
+
+FITS = """async searches => {
+    const { matcher } = await import("./static/filter.js");
+    const request = {state: "error", tenant: "acme", model: "tiny", id: "r", name: "r",
+        finish: "length", code: "expired", status: 0, cause: "own_decode", prompt: "a: b",
+        answer: "", message: "", client: "", completion_tokens: 120,
+        prompt_tokens: 4, cached_tokens: 0, samples: 1,
+        arrived_ns: 1e9, began_ns: 0, first_ns: 1.2e9, ended_ns: 3e9, words: "acme a: b"};
+    return searches.map(search => { const { test, problem } = matcher(search);
+        return problem ? problem.split(/[,.:]/)[0] : test(request); });
+}"""
+
+
+async def test_filters_are_fields_and_numbers_and_an_unknown_one_says_so(
+    browser: Any, engine: FakeEngine
+) -> None:
+    fit = ("state:failed finish:length", "tokens>100", "tokens<=120 in=4", "time>1s first<300ms",
+           "code:exp cause:decode -tenant:blue", '"a: b" acme', "")  # fmt: skip
+    unfit = ("state:done", "tokens>120", "wait>0", "-state:failed", "zebra", "first>1s tokens>1")
+    wrong = {
+        "stat:failed": "There is no filter “stat”",
+        "state:lost": "There is no state “lost”",
+        "tokens>many": "tokens takes a number",
+        "time>2km": "time takes a number with a unit",
+        "model>3": "model is a text",
+    }
+    async with gateway(engine) as (url, _, _), console(browser, url) as page:
+        await page.open("requests?q=stat%3Afailed")
+        await page.page.wait_for_selector(".empty:has-text('There is no filter “stat”')")
+        found = await page.page.evaluate(FITS, [*fit, *unfit, *wrong])
+    assert found == [True] * len(fit) + [False] * len(unfit) + list(wrong.values())
+
+
+async def test_charts_have_what_was_before_the_page_and_gaps(
+    browser: Any, engine: FakeEngine
+) -> None:
+    async with gateway(engine) as (url, app, _), console(browser, url) as page:
+        assert app.feed is not None
+        now = int(time.time()) * 1000
+        for age in (*range(300, 200, -1), *range(100, 0, -1)):
+            app.feed.history.add(Point(now - age * 1000, 700 + age, 1, 0, 1, 5, 9, 3))
+        await page.open("pipeline")
+        chart = page.page.locator(".chart").first
+        await page.page.wait_for_selector(".chart[aria-label*='at most 1,000']")
+        label = await chart.get_attribute("aria-label")
+        points = await page.page.evaluate(
+            """async () => { const { feed } = await import("./static/feed.js");
+            return feed.during(10).points.filter(each => each.length === 1).length; }"""
+        )
+    assert label is not None
+    assert label.startswith("Tokens per second, ")
+    assert points == 1, "one gap"
 
 
 @pytest.mark.soak(only=True)

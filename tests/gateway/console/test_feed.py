@@ -13,6 +13,7 @@ from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import BusError
 from nano_inference.gateway.caller import ANYBODY, Caller
 from nano_inference.gateway.console.feed import Feed, Viewer, viewer_of
+from nano_inference.gateway.console.history import History, Point
 from nano_inference.gateway.serving.request_log import RequestLog
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.pipeline.progress import Progress
@@ -29,9 +30,12 @@ class Board:
     def __init__(self) -> None:
         self.reads = 0
         self.error: BusError | None = None
+        self.read_often = anyio.Event()
 
     async def read(self) -> PipelineStatus:
         self.reads += 1
+        if self.reads == 3:
+            self.read_often.set()
         if self.error is not None:
             raise self.error
         stages = [
@@ -78,11 +82,26 @@ async def test_many_viewers_cost_one_read_a_period(feed: Feed, board: Board) -> 
     assert board.reads <= 4
 
 
-async def test_without_viewers_nothing_is_read(feed: Feed, board: Board) -> None:
-    await first(feed)
-    before = board.reads
-    await anyio.sleep(0.25)
-    assert board.reads == before
+async def test_charts_begin_before_a_page_is_open(feed: Feed, board: Board) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(feed.keep)
+        with anyio.fail_after(5):
+            await board.read_often.wait()
+        group.cancel_scope.cancel()
+    assert [each.tokens_per_s for each in feed.points(ALL)["seconds"]][:2] == [1, 2]
+    assert feed.points(Viewer(None, ("tiny",)))["seconds"] == [], "it has the sums of all models"
+
+
+def test_history_has_minutes_and_gaps() -> None:
+    history = History(seconds=90, minutes=2)
+    for second in range(60 * 4):
+        known = second < 60 or second >= 150
+        numbers = (second, 1, 2, 3, 4, 9, second // 100) if known else ()
+        history.add(Point(second * 1000, *numbers))
+    assert [each.at_ms for each in history.seconds] == [each * 1000 for each in range(150, 240)]
+    found = [(each.at_ms, each.tokens_per_s) for each in history.minutes]
+    assert found == [(60_000, None), (120_000, 164.5), (180_000, 209.5)]
+    assert history.minutes[1].weights == 1
 
 
 async def test_a_slow_viewer_skips_snapshots(feed: Feed, board: Board) -> None:

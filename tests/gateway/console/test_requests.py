@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from nano_inference.bus.public import GenerateRequest, Usage
+from nano_inference.gateway.call import Call
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.serving import request_log
 from nano_inference.gateway.serving.request_log import TENANT_WINDOW_NS, RequestLog
@@ -54,6 +55,38 @@ async def test_an_error_is_listed_with_its_code(http: Client, engine: FakeEngine
     (found,) = await listed(http)
     assert (found["state"], found["code"]) == ("error", "exceeds_kv_capacity")
     assert found["message"] == "shorten it"
+
+
+async def test_a_refused_call_is_listed_with_its_reason(http: Client) -> None:
+    await http.post("/v1/completions", json=CHAT | {"max_tokens": "many"})
+    await http.post("/v1/nothing", json=CHAT)
+    await http.post("/v1/completions", content=b"x", headers={"Content-Type": "text/plain"})
+    for _ in range(2):
+        await http.get("/console/requests/unknown")  # of the page itself
+        await http.get("/livez")
+    found = await listed(http)
+    assert [(each["state"], each["status"], each["code"]) for each in found] == [
+        ("refused", 400, "invalid_request"),
+        ("refused", 404, "not_found"),
+        ("refused", 415, "unsupported_media_type"),
+    ]
+    assert "max_tokens" in found[0]["message"]
+    assert found[0]["prompt"] == "POST /v1/completions"
+    one = (await http.get(f"/console/requests/{found[0]['id']}")).json()
+    assert (one["request"]["code"], one["detail"]) == ("invalid_request", {})
+
+
+async def test_a_call_without_a_key_is_shown_to_administrators_alone(engine: FakeEngine) -> None:
+    app = app_of(engine, {"policy.backend": "bus"})
+    administration = Administration(app.policy.store)
+    async with http_of(app, engine) as http:
+        await http.post("/v1/completions", json=CHAT, headers={"X-Tenant": "acme"})
+        seen = {}
+        for tenant, scope in (("acme", "generate"), ("root", "admin")):
+            made = await administration.create_key({"name": tenant, "scopes": [scope]})
+            key = {"Authorization": f"Bearer {made['key']}"}
+            seen[tenant] = [each["code"] for each in await listed(http, headers=key)]
+    assert seen == {"acme": [], "root": ["missing_api_key"]}
 
 
 async def test_texts_are_json_and_nothing_else(http: Client) -> None:
@@ -159,6 +192,26 @@ def test_the_log_is_bounded_in_number_and_bytes() -> None:
     assert not log.detail("r7"), "its details made room"
 
 
+def test_refused_calls_leave_room_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_log, "MOST_REFUSED", 2)
+    log = RequestLog(most=5)
+    for number in range(3):
+        end(log, f"r{number}")
+    for number in range(9):
+        log.refused(Call(id=f"c{number}", code="not_found", status=404))
+    rows, _ = log.changed_after(0, 100)
+    assert [each.name for each in rows] == ["r0", "r1", "r2", "c7", "c8"]
+
+
+def test_texts_that_are_cut_have_a_mark() -> None:
+    log, asked = RequestLog(), request("r", "a" * 200)
+    log.arrived("acme", [asked], "tiny")
+    for _ in range(100):
+        log.output(asked, chunk(asked))
+    ((found,), _) = log.changed_after(0, 10)
+    assert (found.prompt, found.answer) == ("…" + "a" * 160, "<7>" * 53 + "<…")
+
+
 def test_pages_are_complete() -> None:
     log = RequestLog()
     for number in range(10):
@@ -185,11 +238,19 @@ def test_new_tokens_change_a_request_while_a_viewer_is_connected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "state"), [("", "cancelled"), ("expired", "expired"), ("lane_failed", "error")]
+    ("code", "began", "state"),
+    [
+        ("", True, "cancelled"),
+        ("expired", False, "expired"),
+        ("lane_failed", True, "error"),
+        ("rate_limit_exceeded", False, "refused"),
+    ],
 )
-def test_unfinished_requests_end_with_their_call(code: str, state: str) -> None:
+def test_unfinished_requests_end_with_their_call(code: str, began: bool, state: str) -> None:
     log = RequestLog()
     log.arrived("acme", [request("r")], "tiny")
+    if began:
+        log.began("r")
     log.left(["r"], code, "why")
     ((found,), _) = log.changed_after(0, 10)
     assert (found.state, found.code) == (state, code)

@@ -119,7 +119,7 @@ class Front:
         config = config or load_config(env={}, overrides=SETTINGS)
         self.app = DeploymentApp(deployment, config)  # type: ignore[arg-type]
         self.models = self.app.models
-        self.server = HttpServer(self.app, config.gateway, on_call=self.app.policy.on_call)
+        self.server = HttpServer(self.app, config.gateway, on_call=self.app.on_call)
 
     async def seen(self) -> None:
         """Read the registry at once."""

@@ -66,7 +66,7 @@ class Audited:
 
 def app_observed(app: GatewayApp) -> ObservedCalls:
     routes = [path for each in app.routes if (path := getattr(each, "path", ""))]
-    return ObservedCalls(app, Measures(), routes, on_call=app.policy.on_call)
+    return ObservedCalls(app, Measures(), routes, on_call=app.on_call)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -142,7 +143,8 @@ async def test_a_name_in_use_is_refused_and_changes_nothing(http: Client, one: H
             again = await http.post("/generate", json=body, headers=one)
             assert error_of(again, 400) == "duplicate_request"
             assert "'job'" in again.json()["error"]["message"]
-        assert await lines(http, one) == [("job", "running", "mine")]
+        refused = (mock.ANY, "refused", "POST /generate")
+        assert await lines(http, one) == [refused, refused, ("job", "running", "mine")]
         assert [each.prompt for each in http.engine.requests] == ["mine"]
         assert (await http.post("/abort_request", json={"rid": "job"}, headers=one)).is_success
         assert (await mine).json()["meta_info"]["finish_reason"]["type"] == "abort"

@@ -63,7 +63,9 @@ def entry_of(entry_id: str = "7-0", **fields: Any) -> RequestEntry:
     if not {"prompt", "prompt_token_ids", "messages"} & fields.keys():
         fields["prompt"] = "abc"
     sampling.setdefault("max_tokens", 8)
-    request = GenerateRequest(sampling=SamplingParams(**sampling), **fields)
+    request = GenerateRequest(
+        sampling=msgspec.structs.replace(SamplingParams(), **sampling), **fields
+    )
     return RequestEntry(entry_id, request)
 
 

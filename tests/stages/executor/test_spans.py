@@ -83,7 +83,7 @@ def test_a_slice_lasts_from_the_first_sample_s_start_to_the_last_one_s_end(rig: 
     executor, prefill, decode = rig.made()
     assert [span.name for span in rig.made()] == ["executor", "prefill", "decode"]
     assert executor.attributes is not None
-    assert executor.attributes[names.OUTPUT_TOKENS] == 4
+    assert executor.attributes[names.SLICE_TOKENS] == 4
     assert (prefill.start_time, prefill.end_time) == (10, 30)
     assert (decode.start_time, decode.end_time) == (30, 50)
     assert [(event.name, event.timestamp) for event in executor.events] == [(names.FIRST_TOKEN, 30)]
@@ -97,7 +97,7 @@ def test_a_slice_ends_with_the_token_after_which_another_replica_continues(rig: 
     assert rig.made() == []
     rig.step(rows={2: 1})
     executor, _, decode = rig.made()
-    assert (executor.attributes or {})[names.OUTPUT_TOKENS] == 2
+    assert (executor.attributes or {})[names.SLICE_TOKENS] == 2
     assert (decode.start_time, decode.end_time) == (20, 30)
 
 
@@ -108,7 +108,7 @@ def test_spans_carry_drafts_only_if_there_were_any(rig: Rig) -> None:
     rig.step(rows={1: 1, 2: 1}, drafts=(VerifiedDraft(9, "ngram", 5, 5), drafts[0]), ends=(1, 2))
     executor, *_ = rig.made()
     attributes = executor.attributes or {}
-    assert attributes[names.OUTPUT_TOKENS] == 2 + 5 + 5
+    assert attributes[names.SLICE_TOKENS] == 2 + 5 + 5
     assert (attributes[names.DRAFT_TOKENS], attributes[names.ACCEPTED_TOKENS]) == (10, 6)
     rig.step(new=(new(3, "s", RECORDED),), rows={3: 2}, ends=(3,))
     assert names.DRAFT_TOKENS not in (rig.made()[3].attributes or {})
@@ -130,7 +130,7 @@ def test_a_preempted_and_resumed_sequence_has_two_slices(rig: Rig) -> None:
     rig.step(finished=(1,), new=(new(1, "r", RECORDED, generated=1),), rows={1: 3})
     rig.step(rows={1: 1}, ends=(1,))
     slices = [span for span in rig.made() if span.name == "executor"]
-    assert [(span.attributes or {})[names.OUTPUT_TOKENS] for span in slices] == [1, 2]
+    assert [(span.attributes or {})[names.SLICE_TOKENS] for span in slices] == [1, 2]
     assert [event.name for event in slices[1].events] == [names.RESUMED, names.FIRST_TOKEN]
 
 

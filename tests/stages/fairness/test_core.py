@@ -135,7 +135,7 @@ def test_every_sequence_is_dispatched_once_and_equals_leave_in_order(
 
 def test_stale_entries_are_bounded() -> None:
     core = FairnessCore(FairnessConfig())
-    core.push(request("stays", priority=-1000), 0, deadline_ns=10**18)
+    core.push(request("stays", priority=-999), 0, deadline_ns=10**18)
     for i in range(2000):
         core.push(request(str(i)), i, deadline_ns=10**18)
         if i % 2:

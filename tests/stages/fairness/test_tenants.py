@@ -31,6 +31,19 @@ def num_waiting(replica: StepReplica, tenant: str) -> int:
     return sum(flow.num_waiting for flow in flows if flow.tenant == tenant)
 
 
+def test_the_busiest_tenants_are_listed() -> None:
+    replica = StepReplica(places=2)
+    for number in range(5):
+        replica.submit(f"a-{number}", tenant="a")
+    for tenant in "bcd":
+        replica.submit(tenant, tenant=tenant)
+    replica.step()
+    found = replica.core.queue.busiest_tenants(2)
+    assert list(found) == ["a", "d"]
+    assert sum(map(sum, found.values())) == 6
+    assert replica.core.queue.busiest_tenants(0) == {}
+
+
 def test_idleness_is_not_saved_up() -> None:
     replica = StepReplica(places=1)
     for number in range(40):

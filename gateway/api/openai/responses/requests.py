@@ -152,6 +152,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
             kv_session=fields.kv_session,
             images=self.images,
             add_special_tokens=not self.images,
+            is_chat=True,
         )
 
     def failed(self, error: NanoInferenceError) -> ResponseRecord:

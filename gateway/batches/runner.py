@@ -1,0 +1,456 @@
+"""Runs unfinished batches: every gateway takes segments of them, so that one that dies loses none.
+
+    validating ──► in_progress ──► finalizing ──► completed
+                        └─ all lines ended, or the batch was cancelled or its time is over
+
+The steps that are no segment's are taken under the lease `_WHOLE`. Each may be repeated by another
+gateway, with the same outcome.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+from msgspec.structs import replace
+
+from ...config import BatchesConfig, BusError, ChannelClosed, NanoInferenceError, RequestError
+from ...config.logger import get_logger
+from ...store.batches import (
+    ENDED,
+    BatchFault,
+    BatchState,
+    BatchStore,
+    SegmentResult,
+    Status,
+    StoredBatch,
+)
+from ...store.calls import CallStore
+from ...store.files import FileRecord, Piece
+from ..call import Call
+from ..caller import Caller
+from ..server.http import DEFAULT_RETRY_S, Answered
+from ..serving.begun_calls import name_of_key
+from .files import Files
+from .lines import FORMATS, Line, LineFormat, Unrun, call_id, lines_of, prefix_of
+from .validation import scan
+
+T = TypeVar("T")
+
+LOOK_S = 1.0
+"""Period in which a gateway looks for batches, and at the states of those that it runs."""
+
+SEGMENTS = 2
+"""Segments of a batch that a gateway has at once: the next one's lines fill the last one's gaps."""
+
+MOST_BATCHES = 32
+"""Batches that a gateway runs at once."""
+
+_WHOLE = -1
+_RETRIED = (429, 503)
+_MOST_WAIT_S = 30.0
+
+
+@dataclass(eq=False)
+class _Running:
+    """A batch that this gateway runs.
+
+    Attributes:
+        stop: Why its lines run no further; None while they do.
+        scopes: The work of its segments, ended by `stop`.
+        taken: The segments that this gateway computes.
+        changed: Set when a segment has ended, so that another one is taken at once.
+    """
+
+    state: BatchState
+    stop: Unrun | None = None
+    scopes: set[anyio.CancelScope] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
+    changed: anyio.Event = field(default_factory=anyio.Event)
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A segment in progress: its lines, and what is written for each."""
+
+    number: int
+    lines: list[Line]
+    answers: dict[int, Answered] = field(default_factory=dict)
+    failed: int = 0
+
+
+@dataclass(eq=False)
+class BatchRunner:
+    """The batches of all tenants, as far as this gateway runs them.
+
+    Attributes:
+        answer: Answers the call of a line, by its body.
+        calls: The durable calls, of which each line is one.
+        stopping: Returns whether the gateway takes no more lines.
+        max_line_bytes: Longest line that may be run.
+    """
+
+    answer: Callable[[Call, bytes], Awaitable[Answered]]
+    store: BatchStore
+    calls: CallStore
+    files: Files
+    config: BatchesConfig
+    stopping: Callable[[], bool]
+    max_line_bytes: int
+
+    def __post_init__(self) -> None:
+        self._owner = uuid.uuid4().hex
+        self._running: dict[str, _Running] = {}
+        self._slots = anyio.Semaphore(max(1, self.config.max_in_flight))
+        self._woken = anyio.Event()
+
+    def wake(self) -> None:
+        """Look for batches at once: one was made, or cancelled."""
+        self._woken.set()
+
+    async def run_forever(self) -> None:
+        """Run batches until the bus is closed."""
+        if not self.config.max_in_flight:
+            return
+        away = False
+        async with anyio.create_task_group() as group:
+            while True:
+                try:
+                    if not self.stopping():
+                        for batch_id in await self.store.unfinished(MOST_BATCHES):
+                            if batch_id not in self._running:
+                                await self._begin(batch_id, group)
+                    away = False
+                except ChannelClosed:
+                    group.cancel_scope.cancel()
+                    return
+                except BusError as error:
+                    if not away:
+                        get_logger().warning("batches_not_read", error=str(error))
+                    away = True
+                await self._pause()
+
+    async def _pause(self) -> None:
+        with anyio.move_on_after(LOOK_S):
+            await self._woken.wait()
+        self._woken = anyio.Event()
+
+    async def _begin(self, batch_id: str, group: TaskGroup) -> None:
+        stored = await self.store.read(batch_id)
+        if stored is None:
+            await self.store.close(batch_id)
+            return
+        running = self._running[batch_id] = _Running(stored.state)
+        group.start_soon(self._run, running)
+
+    async def _run(self, running: _Running) -> None:
+        batch_id = running.state.id
+        try:
+            async with anyio.create_task_group() as group:
+                while await self._advance(running, group):
+                    with anyio.move_on_after(LOOK_S):
+                        await running.changed.wait()
+                    running.changed = anyio.Event()
+        except* ChannelClosed:
+            pass
+        except* BusError as errors:
+            # Looked at again, with what is recorded by then.
+            get_logger().warning("batch_interrupted", batch=batch_id, error=str(errors))
+        except* Exception as errors:  # noqa: BLE001
+            # Another batch goes on; this one is tried again.
+            get_logger().error("batch_failed", batch=batch_id, exc_info=errors)
+            await anyio.sleep(LOOK_S)
+        finally:
+            self._running.pop(batch_id, None)
+
+    async def _advance(self, running: _Running, group: TaskGroup) -> bool:
+        """Do what a batch's state needs; return whether to look at it again."""
+        stored = await self.store.read(running.state.id)
+        if stored is None or stored.state.status in ENDED:
+            _stop(running, "cancelled")
+            await self.store.close(running.state.id)
+            return False
+        running.state = state = stored.state
+        if state.status == "validating":
+            async with self._whole(state) as own:
+                if own:
+                    await self._validate(state)
+            return True
+        if state.status == "cancelling":
+            _stop(running, "cancelled")
+        elif state.expires_s <= time.time():
+            _stop(running, "expired")
+        missing = [number for number in range(state.segments) if number not in stored.done]
+        if not missing and not running.taken:
+            async with self._whole(state) as own:
+                if own:
+                    await self._finalize(stored)
+            return True
+        for number in missing:
+            if len(running.taken) >= SEGMENTS or self.stopping():
+                break
+            if number not in running.taken and await self._take(state, number):
+                running.taken.add(number)
+                group.start_soon(self._segment, running, number)
+        return bool(running.taken) or not self.stopping()
+
+    async def _take(self, state: BatchState, number: int) -> bool:
+        return await self.store.take(state.id, number, self._owner, self.config.lease_s)
+
+    @asynccontextmanager
+    async def _whole(self, state: BatchState) -> AsyncIterator[bool]:
+        own = await self._take(state, _WHOLE)
+        try:
+            yield own
+        finally:
+            if own:
+                await self.store.release(state.id, _WHOLE)
+                self._running[state.id].changed.set()
+
+    # --- before and after the lines -----------------------------------------------------------
+
+    async def _validate(self, state: BatchState) -> None:
+        """Find a batch's lines, or why it can't be begun."""
+        try:
+            record = await self.files.find(state.tenant, state.input_file)
+            found = await scan(self.files.content(record), self.config, self.max_line_bytes)
+            faults, starts, total = found.faults, found.starts, found.total
+        except NanoInferenceError as error:
+            if isinstance(error, BusError):
+                raise
+            faults, starts, total = [BatchFault(error.code, error.message)], (), 0
+        now_s = int(time.time())
+        if faults:
+            ended = {"status": "failed", "faults": tuple(faults), "ended_s": now_s}
+            await self._change(state.id, "validating", **ended)
+            return
+        begun = {"status": "in_progress", "began_s": now_s, "starts": starts, "total": total}
+        await self._change(state.id, "validating", **begun)
+
+    async def _finalize(self, stored: StoredBatch) -> None:
+        """Make the files of results, and end the batch."""
+        state = stored.state
+        if state.status == "in_progress":
+            now = {"status": "finalizing", "finalizing_s": int(time.time())}
+            await self._change(state.id, "in_progress", **now)
+            return
+        results = [stored.done[number] for number in range(state.segments)]
+        fields = {
+            "output_file": await self._compose(state, "output", [each.output for each in results]),
+            "error_file": await self._compose(state, "error", [each.errors for each in results]),
+        }
+        ended: Status = "completed"
+        if any(each.cancelled for each in results) or state.status == "cancelling":
+            ended = "cancelled"
+        elif any(each.expired for each in results):
+            ended = "expired"
+        await self._change(state.id, state.status, status=ended, ended_s=int(time.time()), **fields)
+        get_logger().info("batch_ended", batch=state.id, status=ended, lines=state.total)
+
+    async def _compose(
+        self, state: BatchState, kind: Literal["output", "error"], pieces: Sequence[Piece | None]
+    ) -> str:
+        """Record the file of a batch's results, if there are any; return its id."""
+        found = tuple(piece for piece in pieces if piece is not None)
+        if not found:
+            return ""
+        now_s = int(time.time())
+        record = FileRecord(
+            id=f"file-{state.id.removeprefix('batch_')}-{kind}",
+            tenant=state.tenant,
+            filename=f"{state.id}_{kind}.jsonl",
+            purpose="batch_output",
+            num_bytes=sum(piece.num_bytes for piece in found),
+            created_s=now_s,
+            expires_s=now_s + (state.results_ttl_s or self.config.files_ttl_s),
+            pieces=found,
+        )
+        await self.files.records.put(record)
+        return record.id
+
+    async def _change(self, batch_id: str, known: Status, **fields: Any) -> None:
+        """Change a batch's state, unless its status is another one by now."""
+        while (stored := await self.store.read(batch_id)) is not None:
+            if stored.state.status != known:
+                return
+            if await self.store.replace(stored, replace(stored.state, **fields)) is not None:
+                return
+
+    # --- segments -----------------------------------------------------------------------------
+
+    async def _segment(self, running: _Running, number: int) -> None:
+        """Run a segment's lines, and record its result."""
+        state = running.state
+        try:
+            segment = _Segment(number, await self._lines(state, number))
+            async with anyio.create_task_group() as keeping:
+                keeping.start_soon(self._keep, running, segment)
+                with anyio.CancelScope() as scope:
+                    running.scopes.add(scope)
+                    if running.stop:
+                        scope.cancel()
+                    await self._answer_all(running, segment)
+                running.scopes.discard(scope)
+                await self._record(running, segment)
+                keeping.cancel_scope.cancel()
+            names = [name_of_key(state.tenant, call_id(state, n)) for n in segment.answers]
+            with suppress(BusError):  # they expire
+                await self.calls.drop_named(names)
+        except RequestError as error:  # its file is gone
+            fault = BatchFault(error.code, error.message)
+            ended = {"status": "failed", "faults": (fault,), "ended_s": int(time.time())}
+            await self._change(state.id, "in_progress", **ended)
+        finally:
+            running.taken.discard(number)
+            running.changed.set()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(LOOK_S):
+                await self.store.release(state.id, number)
+
+    async def _lines(self, state: BatchState, number: int) -> list[Line]:
+        record = await self.files.find(state.tenant, state.input_file)
+        (start, first), (stop, _) = state.starts[number : number + 2]
+        content, kind = await self.files.read(record, start, stop), FORMATS[state.interface]
+        return [kind.read(state, first + i, text) for i, text in enumerate(lines_of(content))]
+
+    async def _keep(self, running: _Running, segment: _Segment) -> None:
+        """Renew a segment's lease."""
+        while True:
+            await anyio.sleep(min(LOOK_S, self.config.lease_s / 3))
+            counts = len(segment.answers) - segment.failed, segment.failed
+            # While the bus is away, the lines go on; should the lease expire, one result counts.
+            with suppress(BusError):
+                batch_id, lease_s = running.state.id, self.config.lease_s
+                await self.store.renew(batch_id, segment.number, lease_s, *counts)
+
+    async def _answer_all(self, running: _Running, segment: _Segment) -> None:
+        """Run the lines, those together whose prompts begin alike."""
+        runnable = [(line, line.body) for line in segment.lines if line.body is not None]
+        runnable.sort(key=lambda each: prefix_of(each[1]))
+        async with anyio.create_task_group() as group:
+            for line, body in runnable:
+                await self._slots.acquire()
+                group.start_soon(self._answer, running, segment, line, body)
+
+    async def _answer(self, running: _Running, segment: _Segment, line: Line, body: bytes) -> None:
+        try:
+            for wait_s in _waits():
+                answer = await self.answer(_call(running.state, line), body)
+                if answer.status not in _RETRIED:
+                    break
+                after = answer.headers.get("retry-after", "")
+                await anyio.sleep(max(wait_s, float(after) if after.isdigit() else 0))
+            segment.answers[line.number] = answer
+            segment.failed += answer.status >= 400
+        finally:
+            self._slots.release()
+
+    async def _record(self, running: _Running, segment: _Segment) -> None:
+        """Write a segment's results, unless another gateway has."""
+        state, stop = running.state, running.stop
+        result, output, errors = _results(state, segment, stop)
+        ttl_s = (state.results_ttl_s or self.config.files_ttl_s) + max(
+            0, state.expires_s - int(time.time())
+        )
+        name = f"{state.id}/{segment.number}-{uuid.uuid4().hex}"
+        for kind, lines in (("output", output), ("errors", errors)):
+            if lines:
+                blob = f"{name}-{kind}"
+                size = await self._patiently(partial(self._write, blob, lines, ttl_s))
+                result = replace(result, **{kind: Piece(blob, size)})
+        finish = partial(self.store.finish, state.id, segment.number, result)
+        if not await self._patiently(finish):
+            pieces = (result.output, result.errors)
+            await self.files.blobs.delete([each.blob for each in pieces if each is not None])
+
+    async def _write(self, name: str, lines: Sequence[bytes], ttl_s: int) -> int:
+        return await self.files.blobs.write(name, _parts(lines), ttl_s)
+
+    async def _patiently(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a write until the bus and the storage take it: the answers are nowhere else."""
+        for wait_s in _waits():
+            try:
+                return await write()
+            except ChannelClosed:
+                raise
+            except BusError as error:
+                get_logger().warning("batch_result_not_written", error=str(error))
+                await anyio.sleep(wait_s)
+        raise AssertionError("the waits have no end")
+
+
+def _stop(running: _Running, why: Unrun) -> None:
+    running.stop = running.stop or why
+    for scope in running.scopes:
+        scope.cancel()
+
+
+def _waits() -> Iterator[float]:
+    """Yield the seconds to wait after each refusal for load, without end."""
+    wait_s = DEFAULT_RETRY_S
+    while True:
+        yield wait_s
+        wait_s = min(2 * wait_s, _MOST_WAIT_S)
+
+
+def _call(state: BatchState, line: Line) -> Call:
+    name = call_id(state, line.number)
+    call = Call(
+        id=name,
+        caller=msgspec.json.decode(state.caller, type=Caller),
+        headers=(
+            (b"content-type", b"application/json"),
+            # Another gateway that runs the line again finds this call.
+            (b"idempotency-key", name.encode()),
+        ),
+        path=state.endpoint,
+        named_model=state.model,
+        batch_line=True,
+    )
+    call.tenant = state.tenant
+    return call
+
+
+def _results(
+    state: BatchState, segment: _Segment, stop: Unrun | None
+) -> tuple[SegmentResult, list[bytes], list[bytes]]:
+    """Return a segment's counts, and its lines of the output and of the error file."""
+    kind: LineFormat = FORMATS[state.interface]
+    counts = Counter[str]()
+    output: list[bytes] = []
+    errors = output if state.interface == "anthropic" else []
+    for line in segment.lines:
+        answer = segment.answers.get(line.number)
+        if answer is not None:
+            failed = answer.status >= 400
+            counts["failed" if failed else "completed"] += 1
+            written: dict[str, Any] | None = kind.answered(state, line, answer)
+            place = errors if failed else output
+        elif line.refused is not None:
+            counts["failed"] += 1
+            written, place = kind.refused(state, line), errors
+        else:
+            assert stop is not None, "a line without an answer was not run"
+            counts[stop] += 1
+            written, place = kind.unrun(state, line, stop), errors
+        if written is not None:
+            place.append(msgspec.json.encode(written) + b"\n")
+    result = SegmentResult(
+        completed=counts["completed"],
+        failed=counts["failed"],
+        expired=counts["expired"],
+        cancelled=counts["cancelled"],
+    )
+    return result, output, [] if errors is output else errors
+
+
+async def _parts(lines: Sequence[bytes]) -> AsyncIterator[bytes]:
+    yield b"".join(lines)

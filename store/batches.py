@@ -1,0 +1,283 @@
+"""Batches: their states, and the results of their lines, by segments of lines.
+
+A batch's lines are divided into segments. A gateway takes a segment's lease, computes its lines and
+records its result; the first recorded result of a segment counts, so that a segment which two
+gateways have computed has one result nevertheless. A lease only spares double work. It expires with
+the gateway that holds it, and another one takes the segment over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from .files import Piece
+from .records import Command, Records, readable
+from .redis.keys import Keys
+
+_STATE, _DONE, _LIVE = b"state", b"done:", b"live:"
+
+Status = Literal[
+    "validating",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "failed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+"""The status of a batch, as in OpenAI's interface."""
+
+ENDED: frozenset[Status] = frozenset(("completed", "failed", "expired", "cancelled"))
+
+
+class BatchFault(msgspec.Struct, frozen=True):
+    """The reason why a batch was not begun. `line`: the line's number from 1; None for all."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The state of a batch. Times are in seconds since the Unix epoch, 0 for not yet.
+
+    Attributes:
+        id: Its id, unique over all tenants.
+        tenant: The tenant whose batch it is.
+        interface: The interface that made it: "openai" or "anthropic".
+        endpoint: The path that its lines call.
+        input_file: The id of the file of its lines.
+        model: The model's own address that it was made at; "" for none.
+        caller: The caller whose permissions and limits apply, opaque to the store.
+        metadata: Its client's own.
+        window: The completion window as its client wrote it.
+        created_s, expires_s: When it was made, and when its lines run no more.
+        status: Its status.
+        began_s, finalizing_s, ended_s, cancelling_s: When it changed to these states.
+        starts: Where each segment begins in the input file, in bytes, and its first line's number
+            from 0; at last the file's end.
+        total: The number of all lines.
+        faults: Why it failed.
+        output_file, error_file: The ids of its results; "" for none.
+        results_ttl_s: How long those are kept.
+    """
+
+    id: str
+    tenant: str
+    interface: Literal["openai", "anthropic"] = "openai"
+    endpoint: str
+    input_file: str
+    model: str = ""
+    caller: bytes = b""
+    metadata: dict[str, str] | None = None
+    window: str = "24h"
+    created_s: int
+    expires_s: int
+    status: Status = "validating"
+    began_s: int = 0
+    finalizing_s: int = 0
+    ended_s: int = 0
+    cancelling_s: int = 0
+    starts: tuple[tuple[int, int], ...] = ()
+    total: int = 0
+    faults: tuple[BatchFault, ...] = ()
+    output_file: str = ""
+    error_file: str = ""
+    results_ttl_s: int = 0
+
+    @property
+    def segments(self) -> int:
+        """The number of its segments."""
+        return max(0, len(self.starts) - 1)
+
+
+class SegmentResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The result of a segment.
+
+    Attributes:
+        completed: Lines with an answer.
+        failed: Lines with an error.
+        expired: Lines that were not run since the batch's time was over.
+        cancelled: Lines that were not run since the batch was cancelled.
+        output: Its lines of the output file; None without any.
+        errors: Its lines of the error file; None without any.
+        prompt_tokens, completion_tokens, cached_tokens: The tokens of its lines.
+    """
+
+    completed: int = 0
+    failed: int = 0
+    expired: int = 0
+    cancelled: int = 0
+    output: Piece | None = None
+    errors: Piece | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class StoredBatch(NamedTuple):
+    """A batch as it was read.
+
+    Attributes:
+        state: Its state.
+        raw: The state's encoding, which the next write compares.
+        done: The results of its segments, by number.
+        live: Of segments in progress, the lines with an answer and those with an error.
+    """
+
+    state: BatchState
+    raw: bytes
+    done: Mapping[int, SegmentResult]
+    live: Mapping[int, tuple[int, int]]
+
+    @property
+    def completed(self) -> int:
+        """The number of lines with an answer."""
+        ended = sum(each.completed for each in self.done.values())
+        return ended + sum(live[0] for live in self.live.values())
+
+    @property
+    def failed(self) -> int:
+        """The number of lines with an error, without those that were not run."""
+        ended = sum(each.failed for each in self.done.values())
+        return ended + sum(live[1] for live in self.live.values())
+
+
+_decode = msgspec.json.Decoder(BatchState).decode
+_decode_segment = msgspec.json.Decoder(SegmentResult).decode
+_decode_live = msgspec.json.Decoder(tuple[int, int]).decode
+
+
+class BatchStore:
+    """Batches by id.
+
+    Methods raise BusError when the transport can't be reached; a write may have happened
+    nevertheless.
+    """
+
+    def __init__(self, keys: Keys, records: Records) -> None:
+        self._keys, self._records = keys, records
+
+    async def create(self, state: BatchState, ttl_s: int) -> None:
+        """Store a new batch, which gateways find among the unfinished ones; again to repeat.
+
+        Args:
+            ttl_s: Seconds after which it is forgotten, finished or not.
+        """
+        key, listed = self._keys.batch(state.id), self._keys.batches(state.tenant)
+        await self._records.run_all(
+            [
+                ("HSET", key, _STATE, msgspec.json.encode(state)),
+                ("EXPIRE", key, ttl_s),
+                ("HSET", listed, state.id, state.created_s),
+                ("ZADD", self._keys.open_batches, "GT", state.created_s, state.id),
+            ]
+        )
+
+    async def read(self, batch_id: str) -> StoredBatch | None:
+        """Return a batch; None if it is unknown or forgotten."""
+        return _stored(await self._records.run("HGETALL", self._keys.batch(batch_id)))
+
+    async def listed(self, tenant: str) -> list[StoredBatch]:
+        """Return the batches of a tenant, the newest first."""
+        listed = self._keys.batches(tenant)
+        made = await self._records.run("HGETALL", listed)
+        ids = sorted(made, key=lambda each: (int(made[each]), each), reverse=True)
+        commands: list[Command] = [("HGETALL", self._keys.batch(each.decode())) for each in ids]
+        found = [_stored(fields) for fields in await self._records.run_all(commands)]
+        if gone := [each for each, batch in zip(ids, found, strict=True) if batch is None]:
+            await self._records.run("HDEL", listed, *gone)
+        return [batch for batch in found if batch is not None]
+
+    async def unfinished(self, most: int) -> list[str]:
+        """Return the ids of unfinished batches, those first that were made first."""
+        key, latest = self._keys.open_batches, int(time.time()) + 10**9
+        found = await self._records.run("ZRANGE", key, "-inf", latest, "BYSCORE", "LIMIT", 0, most)
+        return [each.decode() for each in found]
+
+    async def close(self, batch_id: str) -> None:
+        """Take a batch from the unfinished ones."""
+        await self._records.run("ZREM", self._keys.open_batches, batch_id)
+
+    async def replace(self, known: StoredBatch, state: BatchState) -> StoredBatch | None:
+        """Replace a batch's state if it is still the known one; None if it may have changed.
+
+        Other writes to the batch at the same moment count as a change.
+        """
+        raw, key = msgspec.json.encode(state), self._keys.batch(state.id)
+        if not await self._records.replace(key, _STATE, known.raw, {_STATE: raw}):
+            return None
+        return known._replace(state=state, raw=raw)
+
+    async def delete(self, tenant: str, batch_id: str) -> None:
+        """Forget a batch that has ended."""
+        await self._records.run_all(
+            [
+                ("DEL", self._keys.batch(batch_id)),
+                ("HDEL", self._keys.batches(tenant), batch_id),
+                ("ZREM", self._keys.open_batches, batch_id),
+            ]
+        )
+
+    # --- segments -----------------------------------------------------------------------------
+
+    async def take(self, batch_id: str, number: int, owner: str, lease_s: int) -> bool:
+        """Take the lease of a segment; return whether it was free or the owner's."""
+        key = self._keys.segment(batch_id, number)
+        command: Command = ("SET", key, owner, "NX", "GET", "EX", lease_s)
+        (before,) = await self._records.run_all([command])
+        return before is None or before == owner.encode()
+
+    async def renew(
+        self, batch_id: str, number: int, lease_s: int, completed: int = 0, failed: int = 0
+    ) -> None:
+        """Extend a lease that the caller holds, and record how many of its lines have ended."""
+        live: Command = (
+            "HSET",
+            self._keys.batch(batch_id),
+            _LIVE + b"%d" % number,
+            msgspec.json.encode((completed, failed)),
+        )
+        lease: Command = ("EXPIRE", self._keys.segment(batch_id, number), lease_s)
+        await self._records.run_all([lease, live] if completed or failed else [lease])
+
+    async def release(self, batch_id: str, number: int) -> None:
+        """Give up a lease that the caller holds."""
+        await self._records.run("DEL", self._keys.segment(batch_id, number))
+
+    async def finish(self, batch_id: str, number: int, result: SegmentResult) -> bool:
+        """Record a segment's result unless it has one; return whether this one counts."""
+        field, raw = _DONE + b"%d" % number, msgspec.json.encode(result)
+        key = self._keys.batch(batch_id)
+        added, kept = await self._records.run_all(
+            [("HSETNX", key, field, raw), ("HGET", key, field)]
+        )
+        # A write whose reply was lost finds its own result.
+        return bool(added) or kept == raw
+
+
+def _stored(fields: Mapping[bytes, bytes]) -> StoredBatch | None:
+    raw = fields.get(_STATE)
+    state = None if raw is None else readable(_decode, raw, "batch")
+    if raw is None or state is None:
+        return None
+    done = {
+        int(field.removeprefix(_DONE)): result
+        for field, value in fields.items()
+        if field.startswith(_DONE)
+        and (result := readable(_decode_segment, value, "batch")) is not None
+    }
+    live = {
+        number: counts
+        for field, value in fields.items()
+        if field.startswith(_LIVE)
+        and (number := int(field.removeprefix(_LIVE))) not in done
+        and (counts := readable(_decode_live, value, "batch")) is not None
+    }
+    return StoredBatch(state, raw, done, live)

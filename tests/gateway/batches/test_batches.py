@@ -1,0 +1,231 @@
+"""Files and batches over OpenAI's interface, by its client library."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
+
+from nano_inference.gateway.app import GatewayApp
+
+from ..fake import Client, FakeEngine, app_of, observed, refused
+
+SETTINGS = {
+    "gateway.message_format": "off",
+    "batches.segment_lines": 3,
+    "batches.max_in_flight": 4,
+    "batches.max_file_bytes": 20_000,
+    "batches.max_tenant_bytes": 100_000,
+}
+PATH = "/v1/completions"
+
+
+def line(number: int, **changed: Any) -> str:
+    body = {"model": "tiny", "prompt": f"prompt {number}", **changed.pop("body", {})}
+    whole = {"custom_id": f"c{number}", "method": "POST", "url": PATH, "body": body, **changed}
+    return json.dumps(whole)
+
+
+@pytest.fixture
+async def app(engine: FakeEngine, config: Any) -> AsyncIterator[GatewayApp]:
+    """The application, with its runner of batches."""
+    app = app_of(engine, config)
+    running = asyncio.create_task(app.batches.run_forever())
+    yield app
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@pytest.fixture
+async def client(app: GatewayApp) -> AsyncIterator[AsyncOpenAI]:
+    transport = httpx2.ASGITransport(observed(app))
+    async with httpx2.AsyncClient(transport=transport) as http:
+        yield AsyncOpenAI(
+            base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=http
+        )
+
+
+async def uploaded(client: AsyncOpenAI, *lines: str) -> str:
+    content = "\n".join(lines).encode()
+    return (await client.files.create(file=("in.jsonl", content), purpose="batch")).id
+
+
+async def begun(client: AsyncOpenAI, *lines: str, **more: Any) -> str:
+    file_id = await uploaded(client, *lines)
+    made = await client.batches.create(
+        input_file_id=file_id, endpoint=PATH, completion_window="24h", **more
+    )
+    assert made.status == "validating"
+    return made.id
+
+
+async def ended(client: AsyncOpenAI, batch_id: str) -> Any:
+    while True:
+        found = await client.batches.retrieve(batch_id)
+        if found.status in ("completed", "failed", "expired", "cancelled"):
+            return found
+        await anyio.sleep(0.01)
+
+
+async def results(client: AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    text = (await client.files.content(file_id)).text
+    found = [json.loads(each) for each in text.splitlines()]
+    assert len({each["custom_id"] for each in found}) == len(found)
+    return {each["custom_id"]: each for each in found}
+
+
+async def test_each_line_has_one_answer(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    batch = await ended(
+        client, await begun(client, *map(line, range(8)), metadata={"what": "test"})
+    )
+    assert batch.status == "completed"
+    assert (batch.request_counts.completed, batch.request_counts.total) == (8, 8)
+    assert batch.error_file_id is None
+    found = await results(client, batch.output_file_id)
+    assert list(found) == [f"c{number}" for number in range(8)], "in the order of the input"
+    first = found["c0"]["response"]
+    assert first["status_code"] == 200
+    assert first["body"]["choices"][0]["text"] == "five six"
+    assert {each.priority for each in engine.requests} == {-1000}, "below everything else"
+    assert len(engine.requests) == 8
+    listed = await client.batches.list()
+    assert [each.metadata for each in listed.data] == [{"what": "test"}]
+
+
+async def test_a_line_that_can_not_run_is_an_error_line(client: AsyncOpenAI) -> None:
+    lines = [
+        line(0),
+        "no json",
+        line(2, url="/v1/other"),
+        line(3, body={"max_tokens": "x"}),
+        line(4, body={"stream": True}),
+        "",
+        line(5, method="GET"),
+        line(6, custom_id=""),
+    ]
+    batch = await ended(client, await begun(client, *lines))
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (7, 1, 6)
+    text = (await client.files.content(batch.error_file_id)).text
+    found = [json.loads(each) for each in text.splitlines()]
+    assert [each["custom_id"] for each in found] == ["", "c2", "c3", "c4", "c5", ""]
+    assert found[0]["error"]["code"] == "malformed"
+    assert found[2]["response"]["body"]["error"]["param"] == "max_tokens"
+
+
+async def test_a_file_of_no_lines_fails(client: AsyncOpenAI) -> None:
+    batch = await ended(client, await begun(client, " ", ""))
+    assert batch.status == "failed"
+    assert batch.errors.data[0].code == "empty_file"
+    batch = await ended(client, await begun(client, line(1), line(2), line(1)))
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == ("duplicate_custom_id", 3)
+
+
+async def test_a_refusal_for_load_is_tried_again(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    usual = engine.outputs
+
+    def outputs(request: Any) -> Any:
+        first = len(engine.requests) == 1
+        return (refused("overloaded", retry_after_s=0.01) if first else usual)(request)
+
+    engine.outputs = outputs
+    batch = await ended(client, await begun(client, line(0)))
+    assert batch.request_counts.completed == 1
+    assert len(engine.requests) == 2
+
+
+async def test_a_cancelled_batch_keeps_its_answers(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    usual = engine.outputs
+    engine.outputs = lambda request: usual(request) if "prompt 0" in str(request.prompt) else []
+    batch_id = await begun(client, *map(line, range(5)))
+    await engine.until(lambda: "prompt 0" in str([each.prompt for each in engine.requests]))
+    await engine.until(lambda: len(engine.ended) == 1)
+    assert (await client.batches.cancel(batch_id)).status == "cancelling"
+    batch = await ended(client, batch_id)
+    assert batch.status == "cancelled"
+    assert list(await results(client, batch.output_file_id)) == ["c0"]
+    with pytest.raises(APIStatusError, match="no line is left"):
+        await client.batches.cancel(batch_id)
+
+
+async def test_two_gateways_share_a_batch(
+    client: AsyncOpenAI, app: GatewayApp, engine: FakeEngine, config: Any
+) -> None:
+    another = app_of(engine, config)
+    async with anyio.create_task_group() as group:
+        group.start_soon(another.batches.run_forever)
+        batch = await ended(client, await begun(client, *map(line, range(30))))
+        group.cancel_scope.cancel()
+    assert batch.request_counts.completed == 30
+    assert len(await results(client, batch.output_file_id)) == 30
+    assert len(engine.requests) == 30, "no line ran twice"
+
+
+async def test_another_tenant_sees_nothing(client: AsyncOpenAI) -> None:
+    batch_id = await begun(client, line(0))
+    batch = await ended(client, batch_id)
+    other = client.with_options(default_headers={"X-Tenant": "other"})
+    assert (await other.batches.list()).data == []
+    assert (await other.files.list()).data == []
+    for call in (
+        other.batches.retrieve(batch_id),
+        other.batches.cancel(batch_id),
+        other.files.content(batch.output_file_id),
+        other.files.delete(batch.input_file_id),
+    ):
+        with pytest.raises(NotFoundError):
+            await call
+
+
+async def test_a_file_is_read_listed_and_deleted(client: AsyncOpenAI) -> None:
+    content = b"\xff\x00 any bytes" * 100
+    made = await client.files.create(
+        file=("ä.bin", content),
+        purpose="user_data",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    assert (made.filename, made.bytes, made.purpose) == ("ä.bin", len(content), "user_data")
+    assert made.expires_at == made.created_at + 3600
+    assert (await client.files.content(made.id)).content == content
+    assert [each.id for each in (await client.files.list(purpose="user_data")).data] == [made.id]
+    assert (await client.files.list(purpose="batch")).data == []
+    assert (await client.files.delete(made.id)).deleted
+    with pytest.raises(NotFoundError):
+        await client.files.content(made.id)
+
+
+async def test_bad_uploads_leave_nothing(client: AsyncOpenAI) -> None:
+    with pytest.raises(BadRequestError, match="purpose"):
+        await client.files.create(file=("a", b"x"), purpose="other")  # type: ignore[arg-type]
+    with pytest.raises(APIStatusError, match=r"batches\.max_file_bytes"):
+        await client.files.create(file=("a", b"x" * 20_001), purpose="batch")
+    for _ in range(4):
+        await client.files.create(file=("a", b"x" * 19_000), purpose="batch")
+    with pytest.raises(APIStatusError, match=r"batches\.max_tenant_bytes"):
+        await client.files.create(file=("a", b"x" * 19_000), purpose="batch")
+    assert len((await client.files.list()).data) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"--b\r\n", 400),
+        (b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n', 400),
+        (b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx', 400),
+        (b"\x00" * 100, 400),
+    ],
+)
+async def test_a_broken_form_is_refused(http: Client, body: bytes, status: int) -> None:
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    answer = await http.post("/v1/files", content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert (await http.get("/v1/files")).json()["data"] == []

@@ -34,8 +34,8 @@ VERBS = (
     "give install join keep leave let list load look lower make mark mend merge move name open "
     "pack pass pip publish pull put raise read register reject remove repeat replace replay report "
     "request resize restart resume retry return revoke run save scale say see send serve set share "
-    "shorten show spawn split start step summarise take tie tokenise train try unload upload use wait "
-    "write"
+    "shorten show spawn split start step summarise take tie tokenise train try unload upload use "
+    "wait write"
 ).replace(" ", "|")
 REMEDY = re.compile(rf"(?:^|[;.:,(]\s*|\b(?:or|and|so|then|else)\s+)(?:{VERBS})\b", re.I)
 LIMIT = re.compile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Coroutine
@@ -22,21 +23,35 @@ from ..config import (
     NanoInferenceError,
     RequestError,
     nearest,
+    shown,
 )
+from ..telemetry.logs import has_colours, has_cursor
 from .clients import Client, ListedModel, ReceivedCall, client_at
 from .connection import ServerAddress, Target, run_with, target_of
-from .images import question, read_image
-from .options import AskedModel, Options, argument, takes, takes_server_options
+from .images import for_server, from_server, question, read_image
+from .line_editing import line_editing
+from .options import AskedModel, Options, argument, option, takes, takes_server_options
 from .requests import Template, field, given, template
 from .terminal import AnswerWriter, complain, failures_exit, harmless
 
 COMMANDS = {
-    "/reset": "forgets the conversation",
+    "/clear": "forgets the conversation",
+    "/regenerate": "answers the last question again",
+    "/model": "NAME goes on with another model; without NAME it lists them",
     "/system": "TEXT sets the system prompt; without TEXT it is removed",
     "/image": "FILE is an image for the next question",
+    "/save": "FILE writes the conversation, as JSON in OpenAI's form",
+    "/load": "FILE goes on with such a conversation",
     "/help": "prints this",
     "/quit": "ends the program, as Ctrl-D does",
 }
+
+_ALIASES = {"/reset": "/clear", "/exit": "/quit", "/bye": "/quit", "/?": "/help"}
+
+_QUOTES = '"""'
+"""Begins and ends a question of several lines."""
+
+_PROMPT = "> "
 
 DEMO_QUESTIONS = (
     "What is 3 + 4?",
@@ -49,6 +64,16 @@ Message = dict[str, Any]
 """A chat message in OpenAI's form."""
 
 
+_COLOURED_PROMPT = f"\x01\x1b[1;36m\x02{_PROMPT}\x01\x1b[0m\x02"
+"""The same for readline, to which \\x01 and \\x02 mark what takes no room."""
+
+
+class _Conversation(msgspec.Struct):
+    """A saved conversation; other fields are ignored, so that a request is one."""
+
+    messages: list[dict[str, Any]]
+
+
 @takes_server_options
 @takes(template)
 def chat(
@@ -59,6 +84,10 @@ def chat(
     tools: Annotated[
         Path | None, field("--tools FILE", "Callable tools, as in OpenAI's interface, in JSON.")
     ] = None,
+    plain: Annotated[
+        bool, option("--plain", "Print answers as they are, not as Markdown.")
+    ] = False,
+    no_history: Annotated[bool, option("--no-history", "Keep no history of questions.")] = False,
 ) -> None:
     """Talk with a model.
 
@@ -70,17 +99,17 @@ def chat(
 
         nano-inference chat --url http://127.0.0.1:8000/v1 --system "Answer in one word."
 
-    Each line is a question, and the model reads the whole conversation. Ctrl-C stops an answer and
-    keeps its text; Ctrl-D ends the program. A line that begins with / is a command, such as
-    /image FILE, /reset, /system TEXT, /help and /quit; with // it is a question that begins with
-    one /. With --tools, at a server, a tool call is printed, and the next line is its result.
+    Each line is a question, and the model reads the whole conversation. A question of several lines
+    begins and ends with \"\"\". Ctrl-C stops an answer and keeps its text; Ctrl-D ends the program.
+    A line that begins with / is a command: /help lists them; with // it is a question that begins
+    with one /. With --tools, at a server, a tool call is printed, and the next line is its result.
 
     On a pipe, standard output has the answers alone, and the exit status is 1 when a question was
     refused or failed, or a tool call has no next line.
     """
     target = target_of(options, or_serve=True)
     known = _tools_of(tools, target) if tools is not None else []
-    _Chat(target, template, model, system, known).run()
+    _Chat(target, template, model, system, known, plain, not no_history).run()
 
 
 @dataclass
@@ -93,13 +122,19 @@ class _Chat:
     model: str | None
     system: str
     tools: list[Any]
+    is_plain: bool
+    keeps_history: bool
 
     def __post_init__(self) -> None:
         self._messages: list[Message] = []
         self._images: list[bytes] = []
         self._ctrl_c = _CtrlC()
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._shows_markdown = self._on_terminal and not self.is_plain and has_cursor(sys.stdout)
         self._failed = False
+        self._saved: Path | None = None
+        self._models: list[str] = []
+        self._prompt = _PROMPT
 
     def run(self) -> None:
         """Answer until the input ends.
@@ -110,9 +145,6 @@ class _Chat:
         """
         if reconfigure := getattr(sys.stdin, "reconfigure", None):
             reconfigure(errors="replace")
-        if self._on_terminal:
-            with suppress(ImportError):
-                import readline  # noqa: F401  (gives `input` its line editing)
         with asyncio.Runner() as runner:
             opening: tuple[str, ...] = ()
             with failures_exit():
@@ -120,7 +152,12 @@ class _Chat:
                     opening = runner.run(self._check())
             if self._on_terminal:
                 _note(*opening, f"model: {self.model or 'the default'}; /help for commands")
-                with self._ctrl_c:
+                editing = line_editing(
+                    lambda: [*COMMANDS, *self._models], history=self.keeps_history
+                )
+                with editing as edits, self._ctrl_c:
+                    if edits and has_colours(sys.stdout):
+                        self._prompt = _COLOURED_PROMPT
                     self._converse(runner)
             else:
                 self._converse(runner)
@@ -130,14 +167,40 @@ class _Chat:
     def _converse(self, runner: asyncio.Runner) -> None:
         with suppress(EOFError):  # at the end of the input, or by /quit
             while True:
-                text = self._read().strip()
-                if text.startswith("/") and not text.startswith("//"):
-                    self._command(text)
+                text = self._read(self._prompt).strip()
+                if text.startswith(_QUOTES):
+                    if text := self._rest_of(text.removeprefix(_QUOTES)):
+                        self._question(runner, text)
+                elif text.startswith("/") and not text.startswith("//"):
+                    self._command(runner, text)
                 elif text:
                     self._question(runner, text.removeprefix("/"))
 
-    def _read(self, prompt: str = "> ") -> str:
-        """Return the next line. Raises EOFError: The input has ended."""
+    def _rest_of(self, line: str) -> str:
+        """Return a question of several lines, given its first; "" after Ctrl-C."""
+        lines: list[str] = []
+        with suppress(EOFError):
+            while not line.rstrip().endswith(_QUOTES):
+                lines.append(line.rstrip("\n"))
+                try:
+                    line = self._read("… ", again=False)
+                except KeyboardInterrupt:
+                    _note("dropped")
+                    return ""
+            lines.append(line.rstrip().removesuffix(_QUOTES))
+        return "\n".join(lines).strip()
+
+    def _read(self, prompt: str, *, again: bool = True) -> str:
+        """Return the next line.
+
+        Args:
+            prompt: Shown before it.
+            again: Whether Ctrl-C begins another line.
+
+        Raises:
+            EOFError: The input has ended.
+            KeyboardInterrupt: Ctrl-C, unless `again`.
+        """
         if not self._on_terminal:
             if line := sys.stdin.readline():
                 return line
@@ -150,69 +213,146 @@ class _Chat:
                 raise
             except KeyboardInterrupt:
                 sys.stdout.write("\n")
+                if not again:
+                    raise
                 _note("/quit or Ctrl-D ends the program")
 
-    def _command(self, text: str) -> None:
+    def _command(self, runner: asyncio.Runner, text: str) -> None:
         """Run a command. Raises EOFError: It ends the conversation."""
-        name, _, rest = text.partition(" ")
-        match name:
-            case "/quit" | "/exit":
-                raise EOFError
-            case "/image":
-                self._add_image(Path(rest.strip()))
-            case "/reset":
-                self._messages.clear()
-                self._images.clear()
-                _note("the conversation is forgotten")
-            case "/system":
-                self.system = rest.strip()
-                _note("the system prompt is set" if self.system else "no system prompt")
-            case "/help":
-                _note(*map(" ".join, COMMANDS.items()))
-            case _:
-                complain(f"there is no command {name!r:.40}{nearest(name, COMMANDS)}")
-                self._failed = True
-
-    def _add_image(self, path: Path) -> None:
-        """Add an image to the next question."""
+        typed, _, rest = text.partition(" ")
+        name, rest = _ALIASES.get(typed, typed), rest.strip()
         try:
-            self._images.append(read_image(path))
-        except ConfigError as error:
+            match name:
+                case "/quit":
+                    raise EOFError
+                case "/image":
+                    self._images.append(read_image(Path(rest)))
+                    _note(f"{rest} goes with the next question")
+                case "/clear":
+                    self._messages.clear()
+                    self._images.clear()
+                    _note("the conversation is forgotten")
+                case "/system":
+                    self.system = rest
+                    _note("the system prompt is set" if self.system else "no system prompt")
+                case "/model":
+                    runner.run(self._choose_model(rest))
+                case "/regenerate":
+                    self._regenerate(runner)
+                case "/save":
+                    self._save(_file(name, rest))
+                case "/load":
+                    self._load(_file(name, rest))
+                case "/help":
+                    width = max(map(len, COMMANDS))
+                    _note(*(f"{each:<{width}} {does}" for each, does in COMMANDS.items()))
+                    _note(f"{_QUOTES:<{width}} begins and ends a question of several lines")
+                case _:
+                    raise ConfigError(
+                        f"there is no command {typed!r:.40}{nearest(typed, [*COMMANDS, *_ALIASES])}"
+                    )
+        except NanoInferenceError as error:
             complain(error.message)
             self._failed = True
+
+    async def _choose_model(self, name: str) -> None:
+        """Go on with another model, or list those that there are."""
+        async with client_at(self.target) as client:
+            self._models = [model.id for model in await client.models()]
+        if not name:
+            _note(*(f"{id}{', in use' if id == self.model else ''}" for id in self._models))
             return
-        _note(f"{path} goes with the next question")
+        if name not in self._models:
+            raise ConfigError(f"there is no model {shown(name)}{nearest(name, self._models)}")
+        self.model = name
+        _note(f"model: {name}")
+
+    def _regenerate(self, runner: asyncio.Runner) -> None:
+        """Answer the last question again."""
+        asked = [n for n, each in enumerate(self._messages) if each["role"] == "user"]
+        if not asked:
+            raise ConfigError("there is no question yet")
+        if not self.template.get("sampling", {}).get("temperature"):
+            _note("at temperature 0 the answer is the same; chat --temperature 0.7 varies it")
+        before = self._messages[asked[-1] :]
+        del self._messages[asked[-1] :]
+        if not self._ask(runner, before[0]):
+            self._messages += before
+
+    def _save(self, path: Path) -> None:
+        """Write the conversation to a new file that only this user reads, or that of before."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, *map(for_server, self._messages)]
+        content = msgspec.json.encode({"model": self.model, "messages": messages})
+        new = os.O_TRUNC if path == self._saved else os.O_EXCL
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | new, 0o600)
+        except FileExistsError:
+            raise ConfigError(f"{path} exists; give another name") from None
+        except OSError as error:
+            raise ConfigError(f"can't write {path}: {error.strerror}") from None
+        with open(file, "wb") as opened:
+            opened.write(msgspec.json.format(content) + b"\n")
+        self._saved = path
+        _note(f"{len(self._messages)} messages are in {path}")
+
+    def _load(self, path: Path) -> None:
+        """Replace the conversation by that of a file."""
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=_Conversation).messages
+        except OSError as error:
+            raise ConfigError(f"can't read {path}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} has no conversation: {error}") from None
+        if not all("role" in each for each in found):
+            raise ConfigError(f"{path} has no conversation: a message has no role")
+        systems = [str(each.get("content")) for each in found if each["role"] == "system"]
+        self.system = "\n".join(systems)
+        self._messages = [from_server(each) for each in found if each["role"] != "system"]
+        self._saved = path
+        _note(f"{len(self._messages)} messages are loaded; the next question goes on from there")
 
     def _question(self, runner: asyncio.Runner, text: str) -> None:
-        """Ask a question and handle its tool calls. Raises EOFError: The input ends meanwhile."""
-        before = len(self._messages)
-        new: list[Message] = [question(text, self._images)]
+        """Ask a question. Raises EOFError: The input ends at a tool call."""
+        asked = question(text, self._images)
         self._images.clear()
+        self._ask(runner, asked)
+
+    def _ask(self, runner: asyncio.Runner, asked: Message) -> bool:
+        """Ask, and handle tool calls; return whether there is an answer.
+
+        Raises:
+            EOFError: The input ends at a tool call.
+        """
+        before = len(self._messages)
+        new = [asked]
         while new:
             calls = self._answered(runner, new)
             if calls is None:
                 # A tool call must be followed by its result.
                 del self._messages[before:]
-                return
+                return False
             new = self._results(calls)
+        return True
 
     def _answered(self, runner: asyncio.Runner, new: list[Message]) -> list[ReceivedCall] | None:
         """Write the answer, and return its tool calls; None without an answer."""
         calls: list[ReceivedCall] = []
-        with AnswerWriter() as writer:
-            try:
+        writer = self._writer()
+        try:
+            with writer:
                 runner.run(self._ctrl_c.watched(self._answer(new, writer, calls)))
-            except asyncio.CancelledError:
-                _note("stopped")
-                if not writer.text:
-                    return None
-                calls.clear()
-            except NanoInferenceError as error:
-                if not (self._on_terminal or isinstance(error, RequestError)):
-                    raise
-                self._failed = True
-                complain(f"{error} ({error.code})")
+        except asyncio.CancelledError:
+            _note("stopped")
+            if not writer.text:
                 return None
+            calls.clear()
+        except NanoInferenceError as error:
+            if not (self._on_terminal or isinstance(error, RequestError)):
+                raise
+            self._failed = True
+            complain(f"{error} ({error.code})")
+            return None
         answer: Message = {"role": "assistant", "content": writer.text}
         if calls:
             answer["tool_calls"] = [
@@ -221,6 +361,13 @@ class _Chat:
             ]
         self._messages += [*new, answer]
         return calls
+
+    def _writer(self) -> AnswerWriter:
+        if not self._shows_markdown:
+            return AnswerWriter()
+        from .markdown import MarkdownWriter  # pipes need not wait for it
+
+        return MarkdownWriter()
 
     def _results(self, calls: list[ReceivedCall]) -> list[Message]:
         """Read the results of tool calls, one line each. Raises EOFError: The input ends."""
@@ -241,6 +388,7 @@ class _Chat:
             if self.model is None:
                 self.model = await client.check() or None
             models = await client.models() if self._on_terminal else []
+        self._models = [model.id for model in models]
         served = (model for model in models if self.model in (None, model.id))
         return opening_of(next(served, None))
 
@@ -320,9 +468,16 @@ def _tools_of(path: Path, target: Target) -> list[Any]:
 
 def _note(*lines: str) -> None:
     """Print lines of the program, on standard error."""
+    begin, end = ("\x1b[2m", "\x1b[22m") if has_colours(sys.stderr) else ("", "")
     sys.stdout.flush()
-    sys.stderr.writelines(f"({line})\n" for line in lines)
+    sys.stderr.writelines(f"{begin}({line}){end}\n" for line in lines)
     sys.stderr.flush()
+
+
+def _file(command: str, name: str) -> Path:
+    if not name:
+        raise ConfigError(f"{command} takes a file")
+    return Path(name).expanduser()
 
 
 # --- complete and cancel --------------------------------------------------------------------------

@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 _CONNECT_S = 10.0
 _DONE = "[DONE]"
+_REFUSALS = range(400, 600)
 _PARAMETER = re.compile(r"\{.*?\}")
 
 _OUTPUTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
@@ -385,7 +386,15 @@ class ServerClient:
         """Yield the outputs of a request, which the last one ends. Raises RequestError: it failed,
         or the connection was lost."""
         done = False
-        async with self._answer("POST", self.url + path, body, headers) as response:
+        accepted = () if body.get("stream", True) else _REFUSALS
+        async with self._answer("POST", self.url + path, body, headers, accepted) as response:
+            if accepted:
+                content = await response.aread()
+                try:
+                    yield decode_output(content)
+                except ValueError:
+                    raise _refusal(response.status_code, content) from None
+                return
             async for event in httpx2.EventSource(response):
                 try:
                     output = decode_output(event.data.encode())

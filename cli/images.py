@@ -60,6 +60,30 @@ def for_server(message: Message) -> Message:
     return message | {"content": [_part_for_server(part) for part in content]}
 
 
+def from_server(message: Message) -> Message:
+    """Return a message of `for_server` in the form of `question`.
+
+    Raises:
+        ConfigError: An image is no data URL.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": [_part_from_server(part) for part in content]}
+
+
+def _part_from_server(part: dict[str, Any]) -> dict[str, Any]:
+    if part.get("type") != "image_url":
+        return part
+    try:
+        head, _, data = part["image_url"]["url"].partition(";base64,")
+        if not head.startswith("data:image/"):
+            raise ValueError(head)
+        return {"type": "image", "data": base64.b64decode(data, validate=True)}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ConfigError("an image of the conversation is no data URL") from None
+
+
 def _part_for_server(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] != "image":
         return part

@@ -1,4 +1,5 @@
-"""Take the screenshots of docs/console/: each view, in both themes, at 1,600 and 375 pixels.
+"""Take the screenshots of docs/console/: each view, in both themes, at 1,600 and 375 pixels; with
+`--widths` at others, to look at.
 
 It runs a pipeline with the bundled model in this process, sends it requests of several tenants, and
 drives a Chromium by Playwright, which the extra `test` brings:
@@ -24,7 +25,7 @@ from nano_inference import Pipeline, load_config
 from nano_inference.gateway.gateway import Gateway
 
 FOLDER = Path(__file__).parent / "console"
-SIZES = {"": (1600, 950), "-375": (375, 780)}
+WIDTHS = (1600, 375)
 
 PROMPTS = (
     "How much is 12 + 30?",
@@ -34,6 +35,12 @@ PROMPTS = (
     "Tell a story about Leo, a fox and a red kite.",
     "What is the weather in Oslo and Paris?",
 )
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"model": "gpt-4o"},
+    {"messages": []},
+    {"max_tokens": "all"},
+    {"temperature": 9},
+)
 TENANTS = ("acme", "blue-lab", "northwind")
 
 
@@ -41,27 +48,33 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--chromium", default=shutil.which("chromium") or "chromium")
     parser.add_argument("--only", default="", help="views whose name contains this")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--idle", action="store_true", help="send no requests")
     parser.add_argument("--url", default="", help="a gateway that runs, instead of an own one")
     options = parser.parse_args()
-    FOLDER.mkdir(exist_ok=True)
+    options.folder.mkdir(exist_ok=True)
     if options.url:
-        await _shoot_all(options.url, options.chromium, options.only)
+        await _shoot_all(options.url, options)
         return
     settings = {"gateway.port": 0, "pipeline.replicas": 2, "engine.kv_host_bytes": 8 << 20}
     config = load_config(env={}, overrides=settings)
     async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
-        load = asyncio.create_task(_load(gateway.url))
-        await asyncio.sleep(20)
-        await _shoot_all(gateway.url, options.chromium, options.only)
-        load.cancel()
+        load = None if options.idle else asyncio.create_task(_load(gateway.url))
+        await asyncio.sleep(5 if options.idle else 60)
+        await _shoot_all(gateway.url, options)
+        if load is not None:
+            load.cancel()
 
 
-async def _shoot_all(url: str, chromium: str, only: str) -> None:
+async def _shoot_all(url: str, options: argparse.Namespace) -> None:
+    chromium, only, folder = options.chromium, options.only, options.folder
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for theme in ("light", "dark"):
-            for suffix, size in SIZES.items():
-                await _shoot(browser, url, theme, size, f"-{theme}{suffix}", only)
+            for width in options.widths:
+                suffix = "" if width == WIDTHS[0] else f"-{width}"
+                await _shoot(browser, url, theme, width, folder, f"-{theme}{suffix}", only)
         await browser.close()
 
 
@@ -78,6 +91,8 @@ async def _load(url: str) -> None:
             }
             if rng.random() < 0.04:
                 body["budget_ms"] = 40
+            if rng.random() < 0.03:
+                body |= rng.choice(REFUSED)
             headers = {"X-Tenant": rng.choices(TENANTS, (6, 3, 1))[0]}
             await client.post("/v1/chat/completions", json=body, headers=headers)
 
@@ -90,9 +105,9 @@ async def _load(url: str) -> None:
 
 
 async def _shoot(
-    browser: Browser, url: str, theme: str, size: tuple[int, int], name: str, only: str
+    browser: Browser, url: str, theme: str, width: int, folder: Path, name: str, only: str
 ) -> None:
-    width, height = size
+    height = 780 if width < 760 else 950
     context = await browser.new_context(
         viewport={"width": width, "height": height},
         color_scheme="dark" if theme == "dark" else "light",
@@ -107,7 +122,7 @@ async def _shoot(
             if view == "pipeline" and width > 1000:  # down to its charts
                 await page.set_viewport_size({"width": width, "height": 1200})
                 await page.wait_for_timeout(500)
-            path = FOLDER / f"{view}{name}.png"
+            path = folder / f"{view}{name}.png"
             await page.screenshot(path=path)
             await page.set_viewport_size({"width": width, "height": height})
             _pack(path)
@@ -183,12 +198,20 @@ async def _pipeline(page: Page, url: str) -> None:
 
 async def _requests(page: Page, url: str) -> None:
     await page.goto(f"{url}/console/#/requests")
-    await page.wait_for_selector(".list-row")
+    await page.wait_for_selector(".list-row, .empty:visible")
     if page.viewport_size and page.viewport_size["width"] > 760:
-        await page.click(".chips button:text-is('done')")
-        await page.locator(".list-row").nth(4).click()
-        await page.wait_for_selector(".detail .fall")
+        await _open(page)
     await page.wait_for_timeout(400)
+
+
+async def _open(page: Page) -> None:
+    """Open a request that is done, if there are some."""
+    await page.click(".chips button[data-state='done']")
+    await page.wait_for_timeout(300)
+    rows = page.locator(".list-row")
+    if await rows.count() > 4:
+        await rows.nth(4).click()
+        await page.wait_for_selector(".detail .fall")
 
 
 async def _operations(page: Page, url: str) -> None:
@@ -199,9 +222,7 @@ async def _operations(page: Page, url: str) -> None:
 
 async def _request(page: Page, url: str) -> None:
     """One request, which covers the list where the page is narrow."""
-    await page.click(".chips button:text-is('done')")
-    await page.locator(".list-row").nth(4).click()
-    await page.wait_for_selector(".detail .fall")
+    await _open(page)
     await page.wait_for_timeout(400)
 
 

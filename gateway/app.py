@@ -188,7 +188,7 @@ class GatewayApp(Application):
             config.gateway.max_body_bytes,
         )
         own += file_routes(files, store.batches)
-        own += batch_routes(self.batches)
+        own += [*batch_routes(self.batches), *anthropic.batch_routes(self.batches)]
         super().__init__([*own, *routes], chain, measures, config.gateway)
         self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls
         orphans = partial(watch_orphans, client.bus.store.calls, config, durable_calls, owner_of)

@@ -15,11 +15,8 @@ from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, SamplingParams
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
-from ..stages.admission.parts.adapters import Adapters
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.parts.adapters import AdapterChanges
-from ..stages.executor.parts.experts import Experts, move_experts
 from ..store.loaded_adapter import LoadedAdapter
 from .engine_calls import one_at_a_time
 from .engine_requests import check_prompts, params_of_targets
@@ -104,6 +101,8 @@ class ModelParts(ABC):
         Raises:
             AdapterError: It can't be served, or does not fit the model; nothing has changed.
         """
+        from ..stages.executor.parts.adapters import AdapterChanges
+
         check_in_flight(in_flight)
         tensors = source if isinstance(source, Mapping) else None
         folder = "" if isinstance(source, Mapping) else fspath(source)
@@ -125,6 +124,8 @@ class ModelParts(ABC):
         Raises:
             AdapterError: `adapter_not_found`; or `adapter_in_use`: finish the requests first.
         """
+        from ..stages.executor.parts.adapters import AdapterChanges
+
         check_in_flight(in_flight)
         if self._executor.runner.adapters.get(id) is None:
             raise AdapterError(
@@ -148,6 +149,8 @@ class ModelParts(ABC):
     @property
     def expert_owners(self) -> list[int]:
         """The rank of each expert of a layer; empty without `expert_parallel`."""
+        from ..stages.executor.parts.experts import Experts
+
         experts = self._executor.find(Experts)
         return [] if experts is None else experts.owners
 
@@ -160,8 +163,12 @@ class ModelParts(ABC):
         Raises:
             WeightsError: Experts have no owners here (`expert_parallel`), or these don't fit.
         """
+        from ..stages.executor.parts.experts import Experts, move_experts
+
         move_experts(self._executor.find(Experts), owners)
 
     def _adapter_changed(self, id: str, version: int, in_flight: InFlight) -> None:
+        from ..stages.admission.parts.adapters import Adapters
+
         self._batching.receive(AdapterReady(id, version, in_flight), now_ns())
         self._admission.part(Adapters).set(self.adapters())

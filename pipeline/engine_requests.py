@@ -285,7 +285,7 @@ class UnfinishedRequests(dict[str, Unfinished]):
 
 
 def make_request(
-    prompt: Prompt,
+    prompt: Prompt | ChatPrompt,
     params: SamplingParams | None = None,
     num_samples: int = 1,
     embed: EmbedParams | None = None,

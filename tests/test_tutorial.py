@@ -22,6 +22,9 @@ PAGES = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 LIMIT_S = 240
 FENCE = re.compile(r'^```(\w+)(?: (norun))?(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S)
 
+TIMED = re.compile(r"[▀-▟▲]|\bms\b|\d s\b")
+"""A line with measured times, which are others in each run."""
+
 SHELL = """
 set -em
 exec 2>&1
@@ -68,10 +71,18 @@ class Block(NamedTuple):
         raise AssertionError(f"a block of {self.language}")
 
     def is_printed(self, text: str) -> bool:
-        """Return whether a text has the output, apart from white space at the ends of lines."""
-        lines = [line.strip() for line in self.output.strip().splitlines()]
-        pattern = r"\s+".join(".*?".join(map(re.escape, line.split("…"))) for line in lines)
-        return re.search(pattern, text, re.S) is not None
+        """Return whether a text has the output, apart from measured times and spaces."""
+        pattern = ".*?".join(map(re.escape, untimed(self.output).split("…")))
+        return re.search(pattern, untimed(text), re.S) is not None
+
+
+def untimed(text: str) -> str:
+    """Return a text without its measured times and their bars."""
+    lines = (
+        re.sub(r"[▀-▟▲]", "", re.sub(r"[\d.,]+", "0", line)) if TIMED.search(line) else line
+        for line in text.splitlines()
+    )
+    return " ".join(" ".join(lines).split())
 
 
 def blocks_of(page: Path) -> list[Block]:

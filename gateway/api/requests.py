@@ -12,7 +12,15 @@ from ...bus.entries import Malformed
 from ...bus.public import GenerateRequest, Output
 from ...config import NanoInferenceError, RequestError
 from ..call import Call
-from ..server.http import EngineError, EventStream, Response, SendEvent, error_body
+from ..server.http import (
+    EngineError,
+    EventStream,
+    Response,
+    SendEvent,
+    connected,
+    error_body,
+    status_of,
+)
 from ..serving.model_names import adapter_of
 from ..serving.prepared import check_request
 from ..serving.request_ids import bus_id, name_of
@@ -28,8 +36,8 @@ class RequestCalls:
         self._services = services
 
     async def run(self, call: Call) -> Response:
-        """Run a request. Each event is one of its outputs; its last one is its Completion, or an
-        error in OpenAI's form.
+        """Run a request. Each event is one of its outputs; the last one is its Completion, or an
+        error in OpenAI's form. With `stream: false`, the answer is its Completion.
 
         The tenant is the caller's. Ids are the caller's own names, as in all calls.
         """
@@ -43,6 +51,8 @@ class RequestCalls:
         await services.served.check(found.model, call.caller)
         services.submissions.check_priority(call.caller, found, lower_first=False)
         request = await check_request(services, self._named(call, found))
+        if not request.stream or request.embed is not None:
+            return await self._whole(call, request)
 
         async def produce(send: SendEvent) -> None:
             sent = False
@@ -50,8 +60,7 @@ class RequestCalls:
             async def take(index: int, output: Output) -> None:
                 nonlocal sent
                 sent = True
-                name = name_of(call.caller, output.request_id)
-                await send(encode_output(replace(output, request_id=name)))
+                await send(_encoded(call, output))
 
             try:
                 await services.submissions.run(call, [request], take)
@@ -69,6 +78,17 @@ class RequestCalls:
 
         return EventStream(produce, gateway.comment_s, ids=False)
 
+    async def _whole(self, call: Call, request: GenerateRequest) -> Response:
+        status = 200
+        async with connected(call.cancelled):
+            try:
+                (end,) = await self._services.submissions.run(call, [request])
+            except EngineError as error:
+                if error.completion is None:
+                    raise
+                end, status = error.completion, status_of(error)
+        return Response(_encoded(call, end), status, media_type="application/json")
+
     def _named(self, call: Call, request: GenerateRequest) -> GenerateRequest:
         """Return a request with the caller's tenant, and with ids as they are on the bus."""
         fork = request.fork
@@ -81,3 +101,8 @@ class RequestCalls:
             tenant=call.tenant,
             fork=fork,
         )
+
+
+def _encoded(call: Call, output: Output) -> bytes:
+    """Return an output as JSON, with the caller's name of its request."""
+    return encode_output(replace(output, request_id=name_of(call.caller, output.request_id)))

@@ -146,6 +146,7 @@ def unknown_file(file_id: str) -> EngineError:
     """There is no such file, or it is another tenant's."""
     return EngineError(
         f"there is no file {shown(file_id)} here: it was never uploaded whole, was deleted, has "
-        "expired, or is another tenant's (X-Tenant); upload it again",
+        "expired, or is another tenant's (X-Tenant)",
+        remedy="list your files, or send it again",
         code="unknown_file",
     )

@@ -36,7 +36,8 @@ async def find(
     if found is None or (found.state.tenant, found.state.interface) != (tenant, interface):
         raise EngineError(
             f"there is no batch {shown(batch_id)} here: it was never made, was forgotten, or is "
-            "another tenant's (X-Tenant); make it again",
+            "another tenant's (X-Tenant)",
+            remedy="list your batches",
             code="unknown_batch",
         )
     return found

@@ -410,6 +410,7 @@ def _call(state: BatchState, line: Line) -> Call:
             (b"content-type", b"application/json"),
             # Another gateway that runs the line again finds this call.
             (b"idempotency-key", name.encode()),
+            *FORMATS[state.interface].headers,
         ),
         path=state.endpoint,
         named_model=state.model,

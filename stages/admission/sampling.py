@@ -10,7 +10,6 @@ import xxhash
 from ...bus.control import ReplicaCapacity
 from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, prompt_too_long
-from ...text.grammar import plain
 from .checks import (
     check_min_tokens,
     check_result_size,
@@ -68,12 +67,15 @@ class SamplingLimits:
             stop_token_ids |= self._stop_token_ids
         if sampling.min_tokens:
             check_min_tokens(sampling.min_tokens, stop_token_ids, vocab_size=capacity.vocab_size)
-        constraint = sampling.constraint
+        if (constraint := sampling.constraint) is not None:
+            from ...text.grammar import plain
+
+            constraint = plain(constraint)
         resolved = msgspec.structs.replace(
             sampling,
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
-            constraint=None if constraint is None else plain(constraint),
+            constraint=constraint,
             return_routed_experts=sampling.return_routed_experts or self._returns_experts,
         )
         experts_bytes = 0

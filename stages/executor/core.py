@@ -13,7 +13,6 @@ from ...bus.control import Capability, ReplicaCapacity
 from ...bus.sections import Sections, name_of
 from ...bus.steps import StepPlan, StepResult
 from ...config import EngineConfig
-from ...text.grammar import GrammarCompiler
 from ..parts import Kind
 from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
@@ -99,10 +98,7 @@ class ExecutorCore:
         # Of sequences in unfinished steps of a pipeline, and of those that a plan has dropped.
         self._computing, self._dropped = set[int](), set[int]()
         self._table = SequenceTable(rows, model.max_model_len, config.block_size)
-        compiler = GrammarCompiler.of(config, model.vocab_size)
-        if model.generates:
-            compiler.make_ready()
-        self.constraints = Constraints(self._table, compiler, now_ns)
+        self.constraints = Constraints(self._table, config, model.vocab_size, now_ns)
         self._feed = TokenFeed(rows, model.device)
         self._unread = UnreadTokens(self._table)
         feeds = model.device.type == "cuda" if runs_ahead is None else runs_ahead

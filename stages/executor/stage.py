@@ -100,6 +100,8 @@ def _load(
 
         add_unquantized(model.shards, reference.module)
     core = ExecutorCore(config, now_ns=now_ns, model=model, shares_kv=shares_kv, ranks=ranks)
+    if core.model.generates:
+        core.constraints.make_ready()
     if reference is not None:
         reference.check_fits(core)
     return core, reference

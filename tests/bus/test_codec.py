@@ -76,7 +76,7 @@ def test_token_ids_of_a_bias_may_be_text_as_in_json(bias: dict[Any, float]) -> N
     [
         ({"red": 1}, "has the key 'red'; it must be a whole number"),
         ({"1.0": 1}, "has the key '1.0'; it must be a whole number"),
-        ({"17": "much"}, "bias.17. is 'much'; it must be a number"),
+        ({"17": "much"}, "bias.+17.+ is 'much'; it must be a number"),
         ({"9" * 40: 1}, "64 bits|must be a whole number <= 9223372036854775807"),
         ({2**64 - 1: 1}, "64 bits|must be a whole number <= 9223372036854775807"),
     ],

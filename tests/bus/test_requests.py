@@ -9,6 +9,8 @@ import time
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from nano_inference.bus import Bus, Malformed, MemoryBus, RequestEntry
 from nano_inference.bus.public import ChatMessage, ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig, SamplingParams
@@ -127,7 +129,7 @@ async def test_acknowledging_the_unknown_does_nothing(bus: Bus) -> None:
 
 async def test_not_a_number_gets_through(bus: Bus) -> None:
     for request in (
-        GenerateRequest(prompt="x", sampling=SamplingParams(temperature=math.nan)),
+        GenerateRequest(prompt="x", sampling=replace(SamplingParams(), temperature=math.nan)),
         {"prompt": "x", "sampling": {"temperature": math.nan}},
     ):
         await bus.requests.publish(request)
@@ -172,7 +174,7 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"request_id": "r", "prompt_token_ids": [1, True]}, "r", "invalid_request", "[1]"),
     (GenerateRequest(request_id="r", n="3"), "r", "invalid_request", "$.n"),  # type: ignore[arg-type]
     (
-        GenerateRequest(request_id="r", sampling=SamplingParams(stop="abc")),  # type: ignore[arg-type]
+        GenerateRequest(request_id="r", sampling=replace(SamplingParams(), stop=5)),
         "r",
         "invalid_request",
         "$.sampling.stop",

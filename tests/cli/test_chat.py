@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -12,14 +13,20 @@ import termios
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from nano_inference.cli import chat as chat_command
+from nano_inference.cli import markdown
 from nano_inference.cli.clients import AnswerPart, ListedModel, ReceivedCall
+from nano_inference.cli.line_editing import line_editing
+from nano_inference.cli.markdown import MarkdownWriter, blocks_of
 from nano_inference.config import Config, RequestError
 
 from ..soaking import in_soak
@@ -47,6 +54,9 @@ class Recorded:
 
     async def check(self) -> str:
         return "served"
+
+    async def models(self) -> list[ListedModel]:
+        return [ListedModel("served"), ListedModel("other")]
 
     async def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPart, None]:
         self.requests.append(request)
@@ -161,6 +171,127 @@ def test_help_lists_the_commands(run: Run, recorded: Recorded) -> None:
     assert ran.status == 0
     assert all(f"({name} " in ran.stderr for name in chat_command.COMMANDS)
     assert recorded.said == [["/etc is what?"]]
+
+
+def test_a_question_of_several_lines(run: Run, recorded: Recorded) -> None:
+    ran = run("chat", stdin='"""one\n  /two"""\n"""\nthree\n"""\n"""four"""\n"""five\n')
+    assert ran.status == 0
+    asked = [said[-1] for said in recorded.said]
+    assert asked == ["one\n  /two", "three", "four", "five"]
+
+
+def test_the_last_question_is_answered_again(run: Run, recorded: Recorded) -> None:
+    recorded.failures = {3: RequestError("no")}
+    ran = run("chat", "-t", "1", stdin="/regenerate\none\n/regenerate\n/regenerate\ntwo\n")
+    assert recorded.said == [["one"], ["one"], ["one"], ["one", "I have 1.", "two"]]
+    assert (ran.status, "there is no question yet" in ran.stderr) == (1, True)
+    assert "at temperature 0 the answer is the same" not in ran.stderr
+    assert "the answer is the same" in run("chat", stdin="one\n/regenerate\n").stderr
+
+
+def test_another_model_goes_on(run: Run, recorded: Recorded) -> None:
+    ran = run("chat", stdin="one\n/model\n/model othre\n/model other\ntwo\n")
+    assert "(served, in use)\n(other)\n" in ran.stderr
+    assert "there is no model 'othre', did you mean 'other'?" in ran.stderr.replace(";", ",")
+    assert [asked["model"] for asked in recorded.requests] == ["served", "other"]
+    assert len(recorded.said[1]) == 3
+
+
+def test_a_saved_conversation_goes_on(run: Run, recorded: Recorded, tmp_path: Path) -> None:
+    path, picture = tmp_path / "said.json", tmp_path / "picture.png"
+    picture.write_bytes(b"\x89PNG of a cat")
+    run("chat", "--system", "S", stdin=f"/image {picture}\none\n/save {path}\n/save {path}\n")
+    assert path.stat().st_mode & 0o777 == 0o600
+    saved = msgspec.json.decode(path.read_bytes())
+    assert (saved["model"], len(saved["messages"])) == ("served", 3)
+    assert saved["messages"][1]["content"][0]["image_url"]["url"].startswith("data:image/png;")
+    ran = run("chat", stdin=f"/load {path}\ntwo\n/load {picture}\n/load\n")
+    assert "has no conversation" in ran.stderr
+    assert "/load takes a file" in ran.stderr
+    _, asked = recorded.requests
+    assert [each["role"] for each in asked["messages"]] == ["system", "user", "assistant", "user"]
+    assert asked["messages"][1]["content"][0] == {"type": "image", "data": picture.read_bytes()}
+    assert "exists; give another name" in run("chat", stdin=f"/save {path}\n").stderr
+
+
+def test_questions_are_kept_for_the_next_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that only this user reads."""
+    readline = pytest.importorskip("readline")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    readline.clear_history()
+    with line_editing(lambda: ["/model", "/save"], history=False) as edits:
+        assert edits
+        assert readline.get_completer()("/m", 0) == "/model "
+        readline.add_history("unsaved")
+    readline.clear_history()
+    for number in range(2):
+        with line_editing(list, history=True):
+            assert readline.get_current_history_length() == number
+            readline.add_history(f"question {number}")
+        readline.clear_history()
+    (path,) = tmp_path.glob("nano-inference/*")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "question 0\nquestion 1\n" in path.read_text()
+
+
+# --- Markdown -----------------------------------------------------------------------------------
+
+MARKDOWN = """# Title
+
+Some **bold** text,
+on two <b>lines</b>, with [a link](https://x.org).
+
+1. first
+
+   more of it
+
+2. second
+
+```python
+a = 1
+
+b = 2
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+the very end\x1b[31m"""
+
+
+def test_markdown_is_split_where_a_block_has_ended() -> None:
+    blocks = blocks_of(MARKDOWN)
+    assert "".join(blocks) == MARKDOWN
+    firsts = [block.split()[0] for block in blocks]
+    assert firsts == ["#", "Some", "1.", "```python", "|", "the"]
+    assert blocks_of("a\n\n- ") == ["a\n\n- "], "it may go on"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_answer_is_shown_as_markdown(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """However its pieces come; nothing that the model wrote is hidden or obeyed."""
+    out = StringIO()
+    console = partial(Console, file=out, width=60, force_terminal=True, color_system=None)
+    monkeypatch.setattr(markdown, "stdout", console)
+    monkeypatch.setenv("TERM", "dumb")  # without what grows meanwhile
+    with MarkdownWriter() as writer:
+        writer.reason("Let me see.\n")
+        for start in range(0, len(MARKDOWN), size):
+            writer.write(MARKDOWN[start : start + size])
+    assert writer.text == MARKDOWN
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    lines = [line.strip() for line in text.replace("\r", "\n").split("\n") if line.strip()]
+    assert [line for line in lines if set(line) != {"─"}] == [
+        "Let me see.",
+        "Title",
+        "Some bold text,",
+        "on two <b>lines</b>, with a link (https://x.org).",
+        *("1 first", "more of it", "2 second", "a = 1", "b = 2"),
+        *("a  b", "1  2", "the very end\ufffd[31m"),
+    ]
 
 
 def test_an_unknown_command_is_refused(run: Run, recorded: Recorded) -> None:

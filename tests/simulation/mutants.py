@@ -360,8 +360,8 @@ MUTANTS = (
     Defect(
         "a constraint does not reach the executor",
         "stages/admission/sampling.py",
-        "constraint=None if constraint is None else plain(constraint),",
-        "constraint=None,",
+        "constraint = plain(constraint)",
+        "constraint = None",
     ),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...serving.services import Services
 from ..routes import PolicyRoute
+from .batches import batch_routes
 from .errors import is_called, respond
 from .generate import MessageCalls
 from .models import model_routes
@@ -19,4 +20,4 @@ def anthropic_routes(services: Services) -> list[PolicyRoute]:
     ]
 
 
-__all__ = ["anthropic_routes", "is_called", "model_routes", "respond"]
+__all__ = ["anthropic_routes", "batch_routes", "is_called", "model_routes", "respond"]

@@ -4,6 +4,7 @@ import { call, json } from "./api.js";
 import { confirmed, copy, field, h, put, showDialog, toast } from "./dom.js";
 import { bytes, clock, count, dateTime, duration, number } from "./format.js";
 import { feed } from "./feed.js";
+import { follow, known } from "./known.js";
 import { remedies } from "./remedies.js";
 
 const panel = (title, note, actions, ...content) => h("section", { class: "panel", "aria-label": title }, h("header", null, h("h2", null, title), note && h("span", { class: "muted small" }, note), h("span", { class: "spacer" }), actions), content);
@@ -151,27 +152,26 @@ export function errorsOf(requests) {
   return [...found.values()].sort((a, b) => b.last.ended_ns - a.last.ended_ns);
 }
 
-async function allRequests(signal) {
-  const found = new Map();
-  for (let after = 0, more = true; more;) {
-    const page = await json(`console/requests?after=${after}`, { signal });
-    for (const each of page.requests) found.set(each.number, each);
-    ({ next: after, more } = page);
-  }
-  return found.values();
-}
-
 function errors(signal) {
   const body = h("div", null, empty("Reading …"));
   async function draw() {
-    const found = errorsOf(await allRequests(signal));
-    const known = await remedies();
+    const found = errorsOf(known.values());
+    const texts = await remedies();
     put(body, found.length ? table(["Code", "#Requests", "Last", "What it said", "What to do"], found.map(({ code, number: times, last }) => h("tr", null,
       h("td", null, h("a", { class: "tag bad", href: `#/requests?q=code:${code}` }, code)), h("td", { class: "num" }, number(times)), h("td", { class: "nowrap" }, h("a", { href: `#/requests/${encodeURIComponent(last.id)}` }, clock(last.ended_ns))),
-      h("td", { class: "small" }, last.message), h("td", { class: "small muted" }, known[code] ?? "")))) : empty("No request of this gateway has failed, and no call was refused."));
+      h("td", { class: "small" }, last.message), h("td", { class: "small muted" }, texts[code] ?? "")))) : empty("No request of this gateway has failed, and no call was refused."));
   }
-  draw().catch((error) => { if (!signal.aborted) put(body, empty(error.message)); });
-  return panel("Errors", "of the last requests and refused calls of this gateway", h("button", { type: "button", class: "quiet", onclick: () => draw().catch((error) => toast(error.message, true)) }, "Refresh"), body);
+  const failed = (error) => { if (!signal.aborted) put(body, empty(error.message)); };
+  let drawn = "";
+  follow(() => {
+    const now = JSON.stringify(errorsOf(known.values()).map(({ code, number: times }) => [code, times]));
+    // Not while someone points at a row.
+    if (now === drawn || (drawn && body.matches(":hover, :focus-within"))) return;
+    drawn = now;
+    draw().catch(failed);
+  }, failed, signal);
+  if (known.size) draw().catch(failed);
+  return panel("Errors", "of the last requests and refused calls of this gateway", null, body);
 }
 
 // --- keys and limits --------------------------------------------------------------------------

@@ -106,7 +106,7 @@ function capacity(lanes) {
   const used = total - free;
   const held = Math.max(0, used - pinned);
   const rows = [
-    meter("Batch", [[running, "var(--batching)"]], most, `${number(running)} of ${number(most)} sequences running`),
+    meter("Batch", [[running, "var(--batching)"]], most, `${number(running)} of ${number(most)} samples running`),
     meter("KV on the device", [[held, "var(--executor)"], [pinned, "var(--fairness)"], [cached, "color-mix(in srgb, var(--executor) 40%, var(--panel))"]], total, `${number(used)} of ${number(total)} blocks used, ${number(cached)} cached${pinned ? `, ${number(pinned)} pinned` : ""}`),
   ];
   const snapshots = all("batching", "state_snapshots_total");
@@ -145,7 +145,7 @@ function charts(signal) {
   const chips = Object.entries(RANGES).map(([name, each]) => h("button", { type: "button", "aria-pressed": String(each === minutes), onclick: () => { minutes = each; for (const chip of chips) chip.setAttribute("aria-pressed", String(chip.textContent === name)); draw(); } }, name));
   const plots = [
     ["Tokens per second", [{ label: "tokens/s", color: "--streaming", fill: true }], [1]],
-    ["Requests and sequences", [{ label: "in flight", color: "--admission" }, { label: "not started", color: "--fairness" }, { label: "running", color: "--batching" }], [2, 3, 4]],
+    ["Requests and samples", [{ label: "in flight", color: "--admission" }, { label: "not started", color: "--fairness" }, { label: "running", color: "--batching" }], [2, 3, 4]],
     ["KV blocks", [{ label: "used", color: "--executor", fill: true }], [5]],
     ["Version of the weights", [{ label: "version", color: "--accent", step: true }], [7], { level: true }],
   ].map(([title, series, picks, options]) => {
@@ -209,8 +209,8 @@ export function render(root, { signal }) {
     if (!status) return;
     const all = (stage, name) => status.lanes.reduce((found, lane) => found + sum(lane.stages, stage, name), 0);
     const first = status.lanes.map((lane) => lane.stages.streaming?.load).filter((load) => load?.ttft_ms_p50 !== undefined);
-    put(tiles, tile("Tokens/s", number(all("streaming", "tokens_per_s"))), tile("In flight", number(status.in_flight)), tile("Not started", number(status.queue_length)),
-      tile("Waiting at this gateway", number(snapshot.gateway.waiting)), tile("First token, median", first.length ? duration(Math.max(...first.map((load) => load.ttft_ms_p50)) * 1e6) : "–", first.length ? `p95 ${duration(Math.max(...first.map((load) => load.ttft_ms_p95)) * 1e6)}` : ""),
+    put(tiles, tile("Tokens/s", number(all("streaming", "tokens_per_s"))), tile("In flight", number(status.in_flight)), tile("Waiting", number(status.waiting), snapshot.gateway.waiting ? `and ${number(snapshot.gateway.waiting)} here` : ""),
+      tile("Not started", number(status.queue_length)), tile("First token", first.length ? duration(Math.max(...first.map((load) => load.ttft_ms_p50)) * 1e6) : "–", first.length ? `median, p95 ${duration(Math.max(...first.map((load) => load.ttft_ms_p95)) * 1e6)}` : ""),
       tile("Preempted", number(all("fairness", "preemptions"))));
     const seconds = before ? (snapshot.at_ms - before.at_ms) / 1000 : 0;
     const earlier = (lane) => before?.status?.lanes.find((each) => each.lane === lane.lane && each.model === lane.model);

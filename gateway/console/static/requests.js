@@ -4,33 +4,11 @@ import { call, json } from "./api.js";
 import { copy, h, icon, ICONS, put, toast } from "./dom.js";
 import { group, matcher, STATES } from "./filter.js";
 import { clock, dateTime, duration, number, shortId } from "./format.js";
-import { feed } from "./feed.js";
+import { follow, known } from "./known.js";
 import { remedies } from "./remedies.js";
 import { causes, causeName, stepsOf, waterfall } from "./waterfall.js";
 
-const MOST = 10_000;
 const DOTS = { waiting: "hollow", running: "accent", done: "good", error: "bad", expired: "bad", refused: "bad hollow", cancelled: "warn" };
-
-/** The requests that this tab knows, by number; kept while another view is shown. */
-const known = new Map();
-let next = 0;
-let loading = null;
-
-/** Fetch what has changed, page by page. */
-async function refresh(signal) {
-  for (let more = true; more && !signal.aborted;) {
-    const page = await json(`console/requests?after=${next}`, { signal });
-    // The gateway was restarted, and counts anew.
-    if (!page.more && page.next < next) { known.clear(); next = 0; continue; }
-    for (const each of page.requests) {
-      each.words = `${each.name} ${each.id} ${each.tenant} ${each.model} ${each.state} ${each.finish} ${each.code} ${each.prompt} ${each.answer} ${each.message}`.toLowerCase();
-      known.set(each.number, each);
-    }
-    next = page.next;
-    more = page.more;
-  }
-  if (known.size > MOST) for (const each of [...known.keys()].sort((a, b) => a - b).slice(0, known.size - MOST)) known.delete(each);
-}
 
 const ended = (each) => (each.ended_ns || Date.now() * 1e6) - each.arrived_ns;
 
@@ -187,11 +165,7 @@ export function render(root, { signal, argument, query, session }) {
 
   put(root, view);
   filter();
-  // One fetch at a time, when the feed says that something has changed.
-  feed.on((snapshot) => {
-    if (loading || (snapshot.gateway.requests === next && known.size)) return;
-    loading = refresh(signal).then(filter).catch((error) => { if (!signal.aborted) toast(error.message, true); }).finally(() => { loading = null; });
-  }, signal);
+  follow(filter, (error) => toast(error.message, true), signal);
   if (argument) {
     const id = argument;
     show(id);

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,12 @@ from ....bus.parts.columns import (
 )
 from ....config import EngineConfig
 from ..runner.interface import IntArray
-from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
 from .sampling import NO_LIMITS, Limits, sample_rows, uniforms
 from .sequences import BoolArray, Places, SequenceTable
+
+if TYPE_CHECKING:
+    from .grammar_masks import PendingMasks
 
 
 class ChosenTokens(NamedTuple):

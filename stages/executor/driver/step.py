@@ -36,7 +36,7 @@ from ..runner.interface import (
     order_rows,
 )
 from .choose import ChosenTokens, TokenChooser, packed_sampling
-from .constraints import Constraints, PendingMasks
+from .constraints import Constraints
 from .sampled import Pooled, SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ....bus.parts.experts import PromptExperts
     from ..runner.graphs import DecodeGraphs
     from ..runner.interface import Routers
+    from .grammar_masks import PendingMasks
     from .images import SequenceImages
     from .pooling import PromptPooler
     from .speculation.drafts import Draft
@@ -260,7 +261,7 @@ class StepRunner:
             drafts = self.speculator.begin(rows, num_tokens, num_drafts)
             step, samples = _with_drafts(step, drafts), np.repeat(samples, drafts.counts + 1)
         places = Places(step.rows[samples], step.ahead[samples])
-        masks = self.constraints.begin(places) if constrained or self.constraints.samples else None
+        masks = self.constraints.begin(places) if constrained or self.constraints.in_use else None
         logits_of: IntArray | None = None
         if not num_tokens.all():
             step, samples, logits_of = _computing_rows(step, samples)

@@ -10,6 +10,8 @@ from typing import Any
 import anyio
 import httpx2
 import pytest
+from anthropic import APIStatusError as AnthropicError
+from anthropic import AsyncAnthropic
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from nano_inference.gateway.app import GatewayApp
@@ -229,3 +231,34 @@ async def test_a_broken_form_is_refused(http: Client, body: bytes, status: int) 
     answer = await http.post("/v1/files", content=body, headers=headers)
     assert answer.status_code == status, answer.text
     assert (await http.get("/v1/files")).json()["data"] == []
+
+
+async def test_batches_of_anthropics_messages(app: GatewayApp) -> None:
+    transport = httpx2.ASGITransport(observed(app))
+    async with httpx2.AsyncClient(transport=transport) as http:
+        client = AsyncAnthropic(
+            base_url="http://127.0.0.1", api_key="none", max_retries=0, http_client=http
+        )
+        batches = client.messages.batches
+        body: Any = {
+            "model": "tiny",
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": "a"}],
+        }
+        wrong = body | {"max_tokens": "x"}
+        asked: Any = [{"custom_id": f"c{n}", "params": body} for n in range(4)]
+        made = await batches.create(requests=[*asked, {"custom_id": "bad", "params": wrong}])
+        while made.processing_status != "ended":
+            await anyio.sleep(0.01)
+            made = await batches.retrieve(made.id)
+        assert (made.request_counts.succeeded, made.request_counts.errored) == (4, 1)
+        found = [each async for each in await batches.results(made.id)]
+        assert [each.custom_id for each in found] == ["c0", "c1", "c2", "c3", "bad"]
+        assert found[0].result.type == "succeeded"
+        assert found[0].result.message.content[0].text == "five six"  # type: ignore[union-attr]
+        assert found[4].result.type == "errored"
+        assert [each.id for each in (await batches.list()).data] == [made.id]
+        await batches.delete(made.id)
+        assert (await batches.list()).data == []
+        with pytest.raises(AnthropicError, match="earlier request"):
+            await batches.create(requests=[asked[0], asked[0]])

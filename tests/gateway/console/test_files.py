@@ -17,7 +17,7 @@ from ..fake import Client, FakeEngine, app_of, http_of
 STATIC = Path(__file__).parents[3] / "gateway" / "console" / "static"
 OWN = [each for each in STATIC.glob("*.js") if not each.name.startswith("uPlot")]
 
-MOST_BYTES = 300_000
+MOST_BYTES = 400_000
 
 
 @pytest.fixture

@@ -158,6 +158,15 @@ INTERFACES = {
         body={"text": "a", "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True}},
         blocked={"input_ids": [[5], [69, 68, 71]]},
     ),
+    "requests of the bus": Interface(
+        "/v1/requests",
+        {"prompt": "a", "sampling": {"logprobs": 1}, "stream": False},
+        {"prompt": None, "messages": [{"role": "user", "content": "b\u00adad"}]},
+        lambda answer: answer["samples"][0]["text"],
+        lambda event: only("chunk", event, "text") or "",
+        lambda answer: answer["samples"][0]["finish_reason"],
+        lambda event: event.get("samples", [{}])[0].get("finish_reason"),
+    ),
     "kserve, infer": Interface(
         "/v2/models/tiny/infer",
         TENSORS,
@@ -262,7 +271,8 @@ async def test_a_stream_ends_before_a_match(caller: Client, name: str, every: in
     assert not any("bad" in each.lower() for event in sent for each in strings(event))
     token_ids = [ids for event in sent for ids in token_lists(event)]
     if token_ids:
-        joined = token_ids[-1] if interface.path == "/generate" else list(chain(*token_ids))
+        has_all = interface.path in ("/generate", "/v1/requests")  # in the last event
+        joined = token_ids[-1] if has_all else list(chain(*token_ids))
         assert WORDS.text(joined, skip_special=True) == LEFT
 
 

@@ -179,7 +179,7 @@ UNSUPPORTED = (415, "invalid_request_error", "unsupported_media_type")
     ("method", "path", "headers", "status", "kind", "code"),
     [
         ("GET", PATH, {}, 405, "invalid_request_error", "method_not_allowed"),
-        ("POST", f"{PATH}/batches", {}, 404, "not_found_error", "not_found"),
+        ("POST", f"{PATH}/other", {}, 404, "not_found_error", "not_found"),
         ("POST", PATH, {"Content-Type": "text/plain"}, *UNSUPPORTED),
         ("POST", COUNT, {"Content-Encoding": "gzip"}, *UNSUPPORTED),
     ],

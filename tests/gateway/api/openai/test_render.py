@@ -57,7 +57,7 @@ async def test_what_is_rendered_makes_the_request_of_the_chat(
     rendered = await render(http, **HELLO, **fields)
     await generate(http, **rendered)
     chatted, generated = http.engine.requests
-    assert replace(generated, request_id=chatted.request_id) == chatted
+    assert replace(generated, request_id=chatted.request_id, is_chat=True) == chatted
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ async def test_messages_and_responses_are_rendered_too(
     rendered = await poster(f"{path}/render", body)(http)
     await http.post(GENERATE, json=rendered)
     called, generated = http.engine.requests
-    assert replace(generated, request_id=called.request_id) == called
+    assert replace(generated, request_id=called.request_id, is_chat=True) == called
 
 
 @pytest.mark.parametrize(

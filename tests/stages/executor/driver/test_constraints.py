@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nano_inference.config import Constraint
-from nano_inference.stages.executor.driver import constraints
+from nano_inference.stages.executor.driver import grammar_masks
 from nano_inference.stages.executor.driver.sequences import Places
 
 from ....text.random_schemas import random_schema
@@ -161,14 +161,14 @@ def test_matchers_of_sequences_that_have_left_are_freed(writer: Writer) -> None:
 def test_repeatedly_slow_masks_end_their_request(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constraints, "_SLOW_S", 0.0)
-    monkeypatch.setattr(constraints, "_MASK_S", 0.0)
+    monkeypatch.setattr(grammar_masks, "_SLOW_S", 0.0)
+    monkeypatch.setattr(grammar_masks, "_MASK_S", 0.0)
     row = writer.add(Constraint(regex="a*"))
     generator = torch.Generator().manual_seed(0)
     for _ in range(8):
         writer.step([row], generator)
     assert not writer.constraints.take_failures()
-    monkeypatch.setattr(constraints, "_EXCESS_S", 0.0)
+    monkeypatch.setattr(grammar_masks, "_EXCESS_S", 0.0)
     writer.step([row], generator)
     (failure,) = writer.constraints.take_failures()
     assert failure.code == "invalid_constraint"

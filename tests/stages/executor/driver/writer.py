@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from nano_inference.config import BUNDLED_MODEL, Constraint, EngineConfig, SamplingParams
-from nano_inference.stages.executor.driver.constraints import Constraints
+from nano_inference.stages.executor.driver.grammar_masks import GrammarMasks
 from nano_inference.stages.executor.driver.sequences import Places, SequenceTable
 from nano_inference.text.grammar import GrammarCompiler
 from nano_inference.text.tokenizer import load_tokenizer
@@ -26,7 +26,7 @@ class Writer:
     def __init__(self) -> None:
         self.compiler = GrammarCompiler(FOLDER, VOCAB)
         self.table = SequenceTable(8, 512, 16)
-        self.constraints = Constraints(self.table, self.compiler)
+        self.constraints = GrammarMasks(self.table, self.compiler)
         self.tokenizer = load_tokenizer(FOLDER)
         # Tokens that end a part of a text, so that most texts end.
         closing = {*self.tokenizer.convert_tokens_to_ids(list('"}],'))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -34,7 +35,7 @@ def tiny() -> LoadedModel:
 
 
 samplings = st.builds(
-    SamplingParams,
+    partial(msgspec.structs.replace, SamplingParams()),  # min_tokens may be above max_tokens
     temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     max_tokens=st.integers(1, 30),
     top_k=st.sampled_from([0, 1, 5]),

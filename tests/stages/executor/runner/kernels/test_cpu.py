@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nano_inference.stages.executor.driver.constraints import TokenMasks
+from nano_inference.stages.executor.driver.grammar_masks import TokenMasks
 from nano_inference.stages.executor.runner.attention_options import AttentionOptions
 from nano_inference.stages.executor.runner.batch import DecodeRows, IntArray
 from nano_inference.stages.executor.runner.kernels import cpu

@@ -137,7 +137,7 @@ def test_bad_models_are_refused(tmp_path: Path, models: Any, words: str) -> None
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"engine.colour": 1}, "'a' sets 'engine.colour', which is no setting"),
+        ({"engine.colour": 1}, "'a' sets 'engine.colour'; it must be a setting"),
         ({"engine.block_size": "many"}, "'a': engine.block_size is a text; it must be"),
         ({"engine.block_size": 0}, "engine.block_size is 0"),
     ],

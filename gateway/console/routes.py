@@ -111,9 +111,8 @@ def console_routes(
         if found is None:
             raise RequestError(
                 f"this gateway has no request {shown(request_id)}: it was another gateway's, is "
-                "another tenant's, or came before the last ten thousand",
+                "another tenant's, or came before the last ten thousand; see its trace",
                 code="not_found",
-                remedy="look for it by `nano-inference trace`",
             )
         await _read_prompt(found, models())
         detail = log.detail(found.id)

@@ -147,5 +147,6 @@ def unknown_file(file_id: str) -> EngineError:
     return EngineError(
         f"there is no file {shown(file_id)} here: it was never uploaded whole, was deleted, has "
         "expired, or is another tenant's (X-Tenant)",
+        remedy="list your files, or send it again",
         code="unknown_file",
     )

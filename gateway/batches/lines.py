@@ -34,6 +34,10 @@ class Line(NamedTuple):
     refused: RequestError | None = None
 
 
+Headers = tuple[tuple[bytes, bytes], ...]
+"""In ASGI's form."""
+
+
 class LineFormat(Protocol):
     """Reads and writes lines in the form of one interface.
 
@@ -41,7 +45,7 @@ class LineFormat(Protocol):
         headers: Headers of each line's call.
     """
 
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: Headers
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         """Return a line of the input file."""
@@ -66,7 +70,7 @@ class _OpenAILine(msgspec.Struct):
 class OpenAILines:
     """OpenAI's: `{"custom_id", "method", "url", "body"}`."""
 
-    headers = ()
+    headers: Headers = ()
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         found, refused = _decoded(text, _OpenAILine, "custom_id, method, url and body")
@@ -75,8 +79,8 @@ class OpenAILines:
         if found.method != "POST":
             refused = field_error("method", f"is {shown(found.method)}", "it must be POST")
         elif found.url != state.endpoint:
-            limit = f"it must be the batch's endpoint, {state.endpoint}"
-            refused = field_error("url", f"is {shown(found.url)}", limit)
+            why = f"is {shown(found.url)}"
+            refused = field_error("url", why, f"it must be the batch's endpoint, {state.endpoint}")
         else:
             refused = _bad_id(found.custom_id) or _bad_body(found.body)
         body = bytes(found.body) if refused is None else None
@@ -110,7 +114,7 @@ class _AnthropicLine(msgspec.Struct):
 class AnthropicLines:
     """Anthropic's: `{"custom_id", "params"}`. All results are in one file."""
 
-    headers = ((b"anthropic-version", b"2023-06-01"),)
+    headers: Headers = ((b"anthropic-version", b"2023-06-01"),)
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         found, refused = _decoded(text, _AnthropicLine, "custom_id and params")
@@ -198,8 +202,8 @@ def _custom_id_in(text: bytes) -> str:
 def _bad_id(custom_id: str) -> RequestError | None:
     if 0 < len(custom_id) <= MOST_CUSTOM_ID:
         return None
-    limit = f"it must have 1 to {MOST_CUSTOM_ID} characters"
-    return field_error("custom_id", f"is {shown(custom_id)}", limit)
+    why = f"is {shown(custom_id)}"
+    return field_error("custom_id", why, f"it must have 1 to {MOST_CUSTOM_ID} characters")
 
 
 class _Streamed(msgspec.Struct):

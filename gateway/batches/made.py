@@ -37,6 +37,7 @@ async def find(
         raise EngineError(
             f"there is no batch {shown(batch_id)} here: it was never made, was forgotten, or is "
             "another tenant's (X-Tenant)",
+            remedy="list your batches",
             code="unknown_batch",
         )
     return found

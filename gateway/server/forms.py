@@ -102,7 +102,8 @@ class FileForm:
         if self._is_file:
             self._arrived.append(data[start:end])
         elif len(self._text) + end - start > _MOST_FIELD_BYTES:
-            raise field_error(self._name, f"has more than {_MOST_FIELD_BYTES} bytes")
+            why = f"has more than {_MOST_FIELD_BYTES} bytes"
+            raise field_error(self._name, why, remedy="send the file alone in a form")
         else:
             self._text += data[start:end]
 

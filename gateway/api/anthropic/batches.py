@@ -155,8 +155,8 @@ def _read(body: bytes, most: int) -> list[_Request]:
             code="malformed",
         ) from None
     if not 0 < len(requests) <= most:
-        limit = f"it must have 1 to {most} requests (batches.max_lines)"
-        raise field_error("requests", f"has {len(requests)}", limit)
+        why = f"has {len(requests)}"
+        raise field_error("requests", why, f"it must have 1 to {most} (batches.max_lines)")
     seen: set[str] = set()
     for place, each in enumerate(requests):
         if each.custom_id in seen:

@@ -72,8 +72,8 @@ def batch_routes(runner: BatchRunner) -> list[PolicyRoute]:
     async def create(call: Call) -> Response:
         body = read_part(await read_object(call, _MOST_BYTES), BatchBody)
         if body.endpoint not in ENDPOINTS:
-            limit = f"it must be one of {', '.join(ENDPOINTS)}"
-            raise field_error("endpoint", f"is {shown(body.endpoint)}", limit)
+            why = f"is {shown(body.endpoint)}"
+            raise field_error("endpoint", why, f"it must be one of {', '.join(ENDPOINTS)}")
         check_metadata(body.metadata or {})
         window_s = _window_s(body.completion_window)
         record = await files.find(call.tenant, body.input_file_id)
@@ -81,7 +81,7 @@ def batch_routes(runner: BatchRunner) -> list[PolicyRoute]:
             raise field_error(
                 "input_file_id",
                 f"is a file for {shown(record.purpose)}",
-                remedy='upload it with the purpose "batch"',
+                "it must be one with the purpose batch",
             )
         now_s = int(time.time())
         if record.expires_s < now_s + window_s:
@@ -165,6 +165,9 @@ def _window_s(text: str) -> int:
     found = _WINDOW.fullmatch(text)
     window_s = int(found[1]) * _UNITS_S[found[2]] if found else 0
     if not 0 < window_s <= 30 * 86_400:
-        limit = "it must be a time of at most 30 days, such as 24h, 90m or 7d"
-        raise field_error("completion_window", f"is {shown(text)}", limit)
+        raise field_error(
+            "completion_window",
+            f"is {shown(text)}",
+            "it must be a time of at most 30 days, such as 24h, 90m or 7d",
+        )
     return window_s

@@ -170,6 +170,9 @@ def _ttl_s(fields: dict[str, str], longest_s: int) -> int:
     if text is None:
         return longest_s
     if not (text.isascii() and text.isdigit() and _SHORTEST_S <= int(text) <= _LONGEST_S):
-        limit = f"it must be a number of seconds from {_SHORTEST_S} to {_LONGEST_S}"
-        raise field_error(_AFTER, f"is {shown(text)}", limit)
+        raise field_error(
+            _AFTER,
+            f"is {shown(text)}",
+            f"it must be a number of seconds from {_SHORTEST_S} to {_LONGEST_S}",
+        )
     return min(int(text), longest_s)

@@ -112,9 +112,8 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
             scheme, is_url, _ = self.url.partition("://")
             raise ConfigError(
                 f"bus.url has {f'the scheme {scheme!r:.40}' if is_url else 'no scheme'}",
-                "it must be 'memory' or a URL that starts with redis://, rediss://, unix://, "
+                "it must be 'memory', or begin with redis://, rediss://, unix://, "
                 "redis+sentinel:// or redis+cluster://",
-                "write redis://HOST:PORT",
             )
         self.require(
             "prefix",
@@ -409,10 +408,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
             section, _, name = dotted.partition(".")
             known = type(getattr(self, section)).__struct_fields__
             if name not in known:
-                raise ConfigError(
-                    f"models: {model.id!r} sets {dotted!r:.80}, which is no setting",
-                    remedy="leave it out, or correct its name",
-                )
+                raise ConfigError(f"models: {model.id!r} sets {dotted!r:.80}; it must be a setting")
             tree[section][name] = value
         try:
             return msgspec.convert(tree, Config)

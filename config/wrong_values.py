@@ -61,8 +61,9 @@ def told_of(error: Exception, what: str = "", found: Any = _UNKNOWN, values: str
     wanted = f"it must be {' or '.join(kinds)}{expected[2] or ''}"
     step = place[2] if place else ""
     if place and place[1]:
-        wrong = [key for key in _keys(_part(found, step)) if not key.removeprefix("-").isdecimal()]
-        which = f"the key {shown(wrong[0])}" if wrong else "a key of another kind"
+        keys = [str(key) for key in _keys(_part(found, step))]
+        wrong = [key for key in keys if not key.removeprefix("-").isdecimal()]
+        which = f"the key {shown(wrong[0])}" if wrong else "a key out of range"
         return f"{path or 'the object'} has {which}; {wanted}"
     value = _part(found, step.removesuffix("[...]"))
     if step.endswith("[...]"):
@@ -73,7 +74,7 @@ def told_of(error: Exception, what: str = "", found: Any = _UNKNOWN, values: str
         else:
             value = _UNKNOWN
     known = value is not _UNKNOWN and not isinstance(value, dict | list)
-    given = shown(value) if known else _KINDS.get(expected[3] or "", expected[3] or "out of range")
+    given = shown(value) if known else _KINDS.get(expected[3] or "", "out of range")
     return f"{path or 'the value'} is {given}; {wanted}"
 
 
@@ -105,5 +106,5 @@ def _part(found: Any, place: str) -> Any:
     return found
 
 
-def _keys(value: Any) -> list[str]:
-    return [key for key in value if isinstance(key, str)] if isinstance(value, dict) else []
+def _keys(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, dict) else []

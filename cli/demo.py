@@ -215,7 +215,7 @@ class _Answer:
 def _report(console: Console, rows: list[Row], seconds: float) -> None:
     numbers = ("TTFT ms", "tok/s", "tokens")
     is_wide = console.width >= _WIDE
-    names = ("", "kind", "prompt", *numbers, "finish", "status")
+    names: tuple[str, ...] = ("", "kind", "prompt", *numbers, "finish", "status")
     if not is_wide:
         names = ("", "prompt", *numbers)
     made = table(*names, right=("", *numbers), box=box.SIMPLE_HEAD)

@@ -386,12 +386,12 @@ def check_types(params: SamplingParams) -> None:
             msgspec.convert(plain, TYPES[name])
         except (msgspec.ValidationError, TypeError) as error:
             allowed = RANGES.get(name)
-            if allowed and not (isinstance(value, int | float) and allowed.holds(value)):
+            if allowed and isinstance(value, int | float) and not allowed.holds(value):
                 raise outside(name, value, allowed.wanted) from None
-            message, code = f"{name} is {shown(value)}: {error}", "invalid_request"
-            if allowed:
-                code = f"invalid_{name}"
-            raise ParameterError(message, param=name, code=code) from None
+            from .wrong_values import told_of
+
+            code = f"invalid_{name}" if allowed else "invalid_request"
+            raise ParameterError(told_of(error, name, value), param=name, code=code) from None
 
 
 def check_ranges(params: SamplingParams) -> None:

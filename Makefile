@@ -52,10 +52,10 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror stages/executor/runner/kernels/*.[ch]
-	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build
 
 site: $(STAMP)
-	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build
 
 docs: $(STAMP)
 	$(BIN)/python -m pytest tests/stages/executor/test_parity.py --write-docs

@@ -97,7 +97,7 @@ def chat(
 
         nano-inference chat
 
-        nano-inference chat --url http://127.0.0.1:8000/v1 --system "Answer in one word."
+        nano-inference chat --url http://127.0.0.1:8000 --system "Answer in one word."
 
     Each line is a question, and the model reads the whole conversation. A question of several lines
     begins and ends with \"\"\". Ctrl-C stops an answer and keeps its text; Ctrl-D ends the program.
@@ -506,7 +506,7 @@ def complete(
 
         nano-inference complete "98 + 25 ="
 
-        nano-inference complete "98 + 25 =" --url http://127.0.0.1:8000/v1 --max-tokens 8
+        nano-inference complete "98 + 25 =" --url http://127.0.0.1:8000 --max-tokens 8
 
         nano-inference complete < prompt.txt
 

@@ -17,6 +17,7 @@ from ..bus import Bus
 from ..bus.codec import decode_output
 from ..bus.public import DEFAULT_TENANT, Completion, CompletionChunk, ErrorInfo, Output
 from ..config import (
+    API_KEY_VARIABLE,
     BusError,
     ConfigError,
     ModelConfig,
@@ -660,4 +661,6 @@ def _refusal(status: int, body: bytes) -> RequestError:
     except ValueError:
         error = _Error()
     message = error.message or cut(f"the server answers with status {status}: {body[:400]!r}")
+    if error.code == "missing_api_key":
+        message = f"the server takes no call without a key; give --api-key, or {API_KEY_VARIABLE}"
     return RequestError(message, code=str(error.code or status))

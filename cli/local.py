@@ -39,7 +39,7 @@ _LOOK_S = 0.2
 _TAIL_BYTES = 1 << 20
 
 Which = Annotated[
-    str | None, argument("[NAME]", "A model, an address, a port or a process, as `ps` shows them.")
+    str | None, argument("NAME", "A model, an address, a port or a process, as `ps` shows them.")
 ]
 
 
@@ -168,7 +168,7 @@ def ps(options: Options, as_json: AsJson = False) -> None:
     ]
     columns = ("NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL", "ADDRESS", "PID")
     nothing = "nothing runs; `nano-inference serve` starts a server"
-    print_table(columns, rows, nothing, right=("SIZE", "CONTEXT", "PID"), fold=("NAME",))
+    print_table(columns, rows, nothing, right=("SIZE", "CONTEXT", "PID"), fold=("NAME", "ADDRESS"))
 
 
 def run_with_patience(running: Running, options: Options) -> list[RunningModel]:

@@ -82,7 +82,7 @@ def serve(
     (docs/kserve.md), with --grpc-port also over gRPC. Without keys (docs/policy.md), every client
     that reaches the port may use all of it, so it listens on this machine only.
 
-    On Ctrl-C or SIGTERM it stops being ready and finishes requests in flight, within
+    On Ctrl-C, SIGTERM or SIGHUP it stops being ready and finishes requests in flight, within
     `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once. With --bus requests go over Redis,
     and a successor of this process continues them.
     """
@@ -163,7 +163,7 @@ def announce(config: Config, url: str | None, grpc: str | None = None) -> None:
             f"{served} at {url}, OpenAI's interface at {url}/v1"
             f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
             f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{asked}'\n\n"
-            f"  nano-inference chat --url {url}/v1\n\n"
+            f"  nano-inference chat --url {url}\n\n"
             f"{console}"
         )
     # The pipe may be closed, or the disk full.
@@ -190,9 +190,9 @@ def gateway(
 
     It has the interface that RL trainers expect of an SGLang server (docs/gateway.md):
 
-        nano-inference gateway --bus redis://127.0.0.1:6379 --port 30000
+        nano-inference gateway --bus redis://127.0.0.1:6379
 
-        curl 127.0.0.1:30000/generate -d '{"text": "98 + 25 ="}' -H 'content-type: application/json'
+        curl 127.0.0.1:8000/generate -d '{"text": "98 + 25 ="}' -H 'content-type: application/json'
 
     Give it the pipeline's model and settings, for its metadata and the tokenizer. On Ctrl-C or
     SIGTERM it stops being ready and finishes calls in flight, within `pipeline.drain_timeout_s`; a

@@ -352,7 +352,7 @@ async def _run_several(
 
     try:
         announce_ready = functools.partial(_announce_ready, config)
-        work = [manager.run_forever, route, gateway.run, announce_ready]
+        work = (manager.run_forever, route, gateway.run, announce_ready)
         await _run_until_signal(work, printer, stop, kill)
     finally:
         with anyio.CancelScope(shield=True):

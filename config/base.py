@@ -114,9 +114,9 @@ class Section(Settings, frozen=True):
 
 def _says(field: msgspec.structs.FieldInfo, value: Any) -> bool:
     """Return whether a value differs from the field's default."""
-    if field.default_factory is not msgspec.NODEFAULT:
-        return bool(value != field.default_factory())
-    return value is not field.default and bool(value != field.default)
+    made = field.default_factory is not msgspec.NODEFAULT
+    default = field.default_factory() if made else field.default
+    return value is not default and bool(value != default)
 
 
 @cache

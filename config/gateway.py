@@ -12,7 +12,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     """The HTTP and gRPC servers in front of the bus.
 
     Attributes:
-        port: HTTP port; 0 is off (`nano-inference gateway` then uses 30000).
+        port: HTTP port; 0 is off (`nano-inference gateway` then uses 8000).
         grpc_port: gRPC port (KServe V2, docs/kserve.md), as Triton's 8001; null is off.
         host: Address of these ports. Any address but loopback requires keys (`policy.backend`) or
             `insecure`.

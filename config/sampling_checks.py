@@ -1,16 +1,51 @@
-"""Checks of sampling parameters that few requests have."""
+"""Checks of sampling parameters that few requests have, and of those that Python callers make."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import msgspec
+
+from .base import Range
 from .errors import ParameterError
 from .quoting import is_unicode, shown
+from .wrong_values import told_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIAS = 100
 MAX_BIASED_TOKENS = 1024
+
+
+def check_type(name: str, value: Any, kind: Any, allowed: Range | None) -> None:
+    """Check the type of a parameter.
+
+    Raises:
+        ParameterError: invalid_request, or the code of the parameter's range.
+    """
+    try:
+        # Without builtin_types bytes would become base64 text.
+        plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray, memoryview))
+        msgspec.convert(plain, kind)
+    except (msgspec.ValidationError, TypeError) as error:
+        code = f"invalid_{name}" if allowed else "invalid_request"
+        if allowed and isinstance(value, int | float) and not allowed.holds(value):
+            limit = f"it must be {allowed.wanted}"
+            raise ParameterError(
+                f"{name} is {shown(value)}", limit, param=name, code=code
+            ) from None
+        raise ParameterError(told_of(error, name, value), param=name, code=code) from None
+
+
+def endless() -> ParameterError:
+    """Return the refusal of a constraint whose text may not end."""
+    return ParameterError(
+        "a constraint ends with the model's end-of-sequence token, which ignore_eos and "
+        "min_tokens forbid; leave these out",
+        param="constraint",
+        code="invalid_constraint",
+    )
 
 
 def check_logit_bias(logit_bias: Mapping[int, float]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import shutil
 from pathlib import Path
@@ -41,6 +42,9 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"max_tokens": "all"},
     {"temperature": 9},
 )
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "Get the weather in a city", "parameters": CITY}
+TOOLS = json.dumps([{"type": "function", "function": WEATHER}])
 TENANTS = ("acme", "blue-lab", "northwind")
 
 
@@ -156,6 +160,7 @@ async def _playground(page: Page, url: str) -> None:
     await page.fill(".composer textarea", prompt)
     await page.click("button:text-is('Send')")
     await page.wait_for_selector(".message .meta span", timeout=60_000)
+    await page.click("button:text-is('Tokens')")
     await page.wait_for_timeout(300)
     tokens = page.locator(".text.tokens:visible span[class^='sure']")
     if not await tokens.count():
@@ -168,17 +173,17 @@ async def _side_by_side(page: Page, url: str) -> None:
     """Two sides with a tool, one of them with reasoning."""
     await page.goto(f"{url}/console/#/playground")
     await page.mouse.move(0, 0)
-    await page.click("button:text-is('New chat')")
-    await page.click("button:text-is('Side by side')")
+    await page.click("header button:has-text('New chat')")
+    await page.click("header button:has-text('Side by side')")
     settings = page.locator(".settings")
     for side, reasoning in (("Left", ""), ("Right", "low")):
         await settings.get_by_role("button", name=side, exact=True, include_hidden=True).evaluate(
             "it => it.click()"
         )
         tools = settings.get_by_label("Functions, as OpenAI's tools")
-        await tools.evaluate(_FILL, await tools.get_attribute("placeholder"))
+        await tools.evaluate(_FILL, TOOLS)
         await settings.get_by_label("Temperature").evaluate(_FILL, "0")
-        await settings.get_by_label("Reasoning").evaluate(_CHOOSE, reasoning)
+        await settings.get_by_label("Reasoning").evaluate(_FILL, reasoning)
     await page.fill(".composer textarea", "What is the weather in Oslo and Paris?")
     await page.click("button:text-is('Send')")
     await page.wait_for_function("() => document.querySelectorAll('.meta > a').length === 2")
@@ -187,7 +192,6 @@ async def _side_by_side(page: Page, url: str) -> None:
 
 # The settings may be hidden, where the page is narrow.
 _FILL = "(it, text) => { it.value = text; it.dispatchEvent(new Event('input')); }"
-_CHOOSE = "(it, text) => { it.value = text; it.dispatchEvent(new Event('change')); }"
 
 
 async def _pipeline(page: Page, url: str) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .server.measures import Measures
     from .server.server import HttpServer
 
-DEFAULT_PORT = 30000
+DEFAULT_PORT = 8000
 """SGLang's."""
 
 _WARN_S = 3600.0

@@ -28,6 +28,9 @@ Labels = Mapping[str, str]
 
 _NO_LABELS: Labels = {}
 
+_PLAIN = "text/plain"
+"""In OpenMetrics, which Prometheus prefers, the library writes the colon of `vllm:` as `_`."""
+
 MOST_PRIORITY = 8
 """Priorities further from 0 share a label: clients choose them, and each label costs memory here
 and in Prometheus."""
@@ -109,7 +112,7 @@ class Metrics:
             return None
         from prometheus_client.exposition import choose_encoder
 
-        encode, media_type = choose_encoder(accept)
+        encode, media_type = choose_encoder(accept if self.aliases is None else _PLAIN)
         return encode(self.registry), media_type
 
     def listen(self, config: TelemetryConfig) -> None:
@@ -130,6 +133,11 @@ class Metrics:
                 f"telemetry.metrics_port {port} on {host} can't be listened on: "
                 f"{error.strerror or error}; take another port, or 0 for no metrics"
             ) from None
+
+        if self.aliases is not None:
+            expose = server.get_app()
+            assert expose is not None
+            server.set_app(lambda asked, start: expose({**asked, "HTTP_ACCEPT": _PLAIN}, start))
 
         def close() -> None:
             server.shutdown()

@@ -52,3 +52,30 @@ def read_json(path: Path, missing: Any) -> Any:
         return missing
     except (OSError, ValueError) as error:
         raise ModelError(f"can't read {path}: {error}; make it readable for this user") from error
+
+
+def embeds_only(folder: Path) -> bool:
+    """Return whether a model has no output layer that generates.
+
+    True of base models, masked language models, and models with bidirectional attention.
+
+    Raises:
+        ModelError: config.json can't be read.
+    """
+    config = read_json(folder_of(folder) / "config.json", None)
+    if not isinstance(config, dict):
+        return False
+    # "vision" is attention among the tokens of an image, in a model that generates.
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention") in (
+        True,
+        "all",
+    ):
+        return True
+    if config.get("is_decoder"):
+        return False
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    has_heads = name.endswith(("HeadModel", "HeadsModel"))
+    return name.endswith(("ForMaskedLM", "ForPreTraining")) or (
+        name.endswith("Model") and not has_heads
+    )

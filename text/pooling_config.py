@@ -27,33 +27,6 @@ class OwnPooling(NamedTuple):
     normalize: bool = True
 
 
-def embeds_only(folder: Path) -> bool:
-    """Return whether a model has no output layer that generates.
-
-    True of base models, masked language models, and models with bidirectional attention.
-
-    Raises:
-        ModelError: config.json can't be read.
-    """
-    config = read_json(folder_of(folder) / "config.json", None)
-    if not isinstance(config, dict):
-        return False
-    # "vision" is attention among the tokens of an image, in a model that generates.
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention") in (
-        True,
-        "all",
-    ):
-        return True
-    if config.get("is_decoder"):
-        return False
-    names = config.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else ""
-    has_heads = name.endswith(("HeadModel", "HeadsModel"))
-    return name.endswith(("ForMaskedLM", "ForPreTraining")) or (
-        name.endswith("Model") and not has_heads
-    )
-
-
 def own_pooling(folder: Path) -> OwnPooling:
     """Return the pooling of a sentence-transformers folder.
 

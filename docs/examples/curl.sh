@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # OpenAI's and Anthropic's interfaces by hand.
 set -euo pipefail
-url=${NANO_INFERENCE_URL:-http://127.0.0.1:30000}
+url=${NANO_INFERENCE_URL:-http://127.0.0.1:8000}
 
 post() {
   curl -sS --fail-with-body -N "$url$1" -H 'Content-Type: application/json' -d "$2"

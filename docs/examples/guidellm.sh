@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GuideLLM: pip install guidellm
 set -euo pipefail
-url=${NANO_INFERENCE_URL:-http://127.0.0.1:30000}
+url=${NANO_INFERENCE_URL:-http://127.0.0.1:8000}
 key=${NANO_INFERENCE_API_KEY:-none}
 # Where the served model lies; its tokenizer makes the prompts.
 model=${NANO_INFERENCE_MODEL:-$(dirname "$0")/../../models/tiny}

@@ -5,7 +5,7 @@ import os
 from anthropic import Anthropic
 from openai import OpenAI
 
-url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:30000")
+url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:8000")
 # A PNG file: a red circle at the top left, a blue square in the middle.
 PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAADAAAAAwAgMAAAAqbBEUAAAACVBMVEX////QHicyR9pwi9jgAAAAVklEQVR42mNgQAGiDnAm"

@@ -6,7 +6,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
 
-url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:30000")
+url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:8000")
 # What ChatOpenAI has no argument for goes into extra_body.
 model = ChatOpenAI(
     base_url=f"{url}/v1",

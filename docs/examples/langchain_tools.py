@@ -23,7 +23,7 @@ class Person(BaseModel):
     job: Literal["chef", "pilot", "teacher"]
 
 
-url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:30000")
+url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:8000")
 model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="tiny", temperature=0)
 
 with_tools = model.bind_tools([get_weather])

@@ -7,7 +7,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 import litellm
 
-url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:30000")
+url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:8000")
 question = [{"role": "user", "content": "How much is 6 + 6?"}]
 # By OpenAI's interface. What LiteLLM has no argument for goes into extra_body.
 asked = {

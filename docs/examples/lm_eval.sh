@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # lm-evaluation-harness: pip install "lm-eval[api]"
 set -euo pipefail
-url=${NANO_INFERENCE_URL:-http://127.0.0.1:30000}
+url=${NANO_INFERENCE_URL:-http://127.0.0.1:8000}
 key=${NANO_INFERENCE_API_KEY:-none}
 results=$(realpath "${1:-.}")
 # Tasks name their files from here.

@@ -14,7 +14,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:30000")
+url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:8000")
 # They would go to OpenAI.
 set_tracing_disabled(True)
 

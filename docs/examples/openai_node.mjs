@@ -1,7 +1,7 @@
 // OpenAI's library for Node: npm install openai
 import OpenAI from "openai";
 
-const url = process.env.NANO_INFERENCE_URL ?? "http://127.0.0.1:30000";
+const url = process.env.NANO_INFERENCE_URL ?? "http://127.0.0.1:8000";
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none" });
 const messages = [{ role: "user", content: "How much is 6 + 6?" }];
 

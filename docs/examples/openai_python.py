@@ -4,7 +4,7 @@ import os
 
 from openai import OpenAI
 
-url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:30000")
+url = os.environ.get("NANO_INFERENCE_URL", "http://127.0.0.1:8000")
 client = OpenAI(base_url=f"{url}/v1", api_key="none")
 question = [{"role": "user", "content": "How much is 6 + 6?"}]
 

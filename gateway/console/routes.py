@@ -12,7 +12,16 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from ...config import Config, ModelError, RequestError, shown
+from ...config import (
+    BUNDLED_MODEL,
+    BUNDLED_VISION_MODEL,
+    Config,
+    ConfigError,
+    ModelError,
+    RequestError,
+    shown,
+)
+from ...config.models import default_of
 from ..api.routes import PolicyRoute
 from ..call import Call
 from ..caller import Caller
@@ -46,25 +55,10 @@ def console_routes(
     models: Callable[[], Sequence[Services]],
 ) -> list[PolicyRoute]:
     """Return the endpoints. `models`: returns the services of each model."""
-    several = bool(config.models)
 
     async def session(call: Call) -> Response:
         """Return the caller's permissions and this gateway's features."""
-        caller = call.caller
-        return _json(
-            {
-                "version": metadata.version("nano-inference"),
-                "keys": config.policy.knows_callers,
-                "policy": config.policy.backend != "off",
-                "name": caller.name,
-                "tenant": caller.tenant,
-                "scopes": sorted(caller.scopes),
-                "several_models": several,
-                "stall_timeout_s": config.pipeline.stall_timeout_s,
-                "resume_grace_s": config.gateway.resume_grace_s,
-                "images": await _with_images(models(), caller),
-            }
-        )
+        return _json(await _session(config, call.caller, models()))
 
     async def events(call: Call) -> Response:
         """Snapshots as server-sent events."""
@@ -120,6 +114,22 @@ def console_routes(
     ]
 
 
+async def _session(config: Config, caller: Caller, models: Sequence[Services]) -> dict[str, Any]:
+    return {
+        "version": metadata.version("nano-inference"),
+        "keys": config.policy.knows_callers,
+        "policy": config.policy.backend != "off",
+        "name": caller.name,
+        "tenant": caller.tenant,
+        "scopes": sorted(caller.scopes),
+        "several_models": bool(config.models),
+        "stall_timeout_s": config.pipeline.stall_timeout_s,
+        "resume_grace_s": config.gateway.resume_grace_s,
+        "default_model": default_of(config.models) or config.engine.model_name,
+        "models": await _abilities(models, caller),
+    }
+
+
 def _json(content: Any) -> Response:
     return JsonResponse(content, headers=_NO_SNIFFING)
 
@@ -142,14 +152,26 @@ def _number(call: Call, name: str, default: int) -> int:
     return int(text)
 
 
-async def _with_images(models: Sequence[Services], caller: Caller) -> list[str]:
-    """Return the models that take images, of those whose tokenizer can be read."""
+async def _abilities(models: Sequence[Services], caller: Caller) -> list[dict[str, Any]]:
+    """Return what the playground needs to know of each model: whether it is bundled, and, where its
+    tokenizer can be read, whether it takes images, conversations and tools."""
     found = []
     for each in models:
-        with suppress(ModelError):
-            if (await each.tokenizer.get()).images is not None:
-                found.append(each.config.engine.model_name)
-    return found if caller.models is None else [each for each in found if each in caller.models]
+        engine = each.config.engine
+        if caller.models is not None and engine.model_name not in caller.models:
+            continue
+        able: dict[str, Any] = {
+            "id": engine.model_name,
+            "bundled": engine.model_path in (BUNDLED_MODEL, BUNDLED_VISION_MODEL),
+        }
+        with suppress(ModelError, RequestError, ConfigError):
+            tokenizer = await each.tokenizer.required()
+            able["images"] = tokenizer.images is not None
+            able["chat"] = bool(tokenizer.transformers.chat_template)
+            form = await each.tokenizer.message_format() if able["chat"] else None
+            able["tools"] = form is not None and form.reads_calls
+        found.append(able)
+    return found
 
 
 async def _tokenizer(found: LoggedRequest, models: Sequence[Services]) -> Tokenizer | None:

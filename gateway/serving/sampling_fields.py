@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from ...config import Int64, SamplingParams
-from ...config.sampling import TYPES, names_in
+from ...config.sampling import PARAMETERS, TYPES
 from .constraints import of_structured_outputs, the_one
 from .fields import Body, RefusedField, convert_part, note_field, read_part
 
-VLLM, SGLANG, ANTHROPIC = names_in("vllm"), names_in("sglang"), names_in("anthropic")
+
+def _names_in(interface: Literal["vllm", "sglang", "anthropic"]) -> dict[str, str]:
+    """Return an interface's names of the parameters that it has, each with ours."""
+    given = {name: getattr(each, interface) for name, each in PARAMETERS.items()}
+    return {name if own is None else own: name for name, own in given.items() if own != ""}
+
+
+VLLM, SGLANG, ANTHROPIC = _names_in("vllm"), _names_in("sglang"), _names_in("anthropic")
 """The parameters of an interface: its names, each with that of `SamplingParams`."""
 
 _SAME_IN_OLLAMA = (

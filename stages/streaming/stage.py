@@ -18,7 +18,7 @@ from ...bus.recovery import Fenced, Recover, RecoveryItem, Retracted
 from ...bus.steps import StepResult
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, now_ns
-from ...text.pooling_config import embeds_only
+from ...text.model_folder import embeds_only
 from ...text.tokenizer import find_tokenizer
 from ..actor import Actor, StageContext
 from .core import StreamingCore

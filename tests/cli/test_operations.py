@@ -10,7 +10,7 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
-from nano_inference.cli import dlq  # noqa: F401  (its commands are in the table)
+from nano_inference.cli import dlq, replay, trace  # noqa: F401  (their commands are in the table)
 from nano_inference.cli.operations import COMMANDS
 from nano_inference.config import Config, EngineConfig, PolicyConfig
 from nano_inference.pipeline.operations import OPERATIONS
@@ -57,6 +57,9 @@ REFUSED = {
 
 STREAMS = {"tail", "kv_events"}
 
+OF_RESULTS = {"recorded", "digest", "digests"}
+"""Operations whose commands are in `test_addresses`."""
+
 
 @pytest.fixture(scope="module")
 def served(redis_url: str) -> Iterator[Config]:
@@ -82,7 +85,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_table_is_whole() -> None:
     assert {row.operation for row in COMMANDS} == set(OPERATIONS)
-    assert CALLS.keys() | STREAMS == OPERATIONS.keys()
+    assert CALLS.keys() | STREAMS | OF_RESULTS == OPERATIONS.keys()
     assert {name for name, each in OPERATIONS.items() if each.streams} == STREAMS
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nano_inference.config import TelemetryConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import Metrics, instruments, names, setup_metrics
 
+from ..cli.servers import free_port
 from ..pipeline.builders import until
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "telemetry.md"
@@ -49,8 +51,12 @@ SGLANG = {
 NAMED = r"`((?:vllm|sglang):[a-z0-9_]+)`"
 
 
+# The header of Prometheus.
+ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+
 def families(metrics: Metrics) -> dict[str, Metric]:
-    exposed = metrics.exposition("")
+    exposed = metrics.exposition(ACCEPT)
     assert exposed is not None
     found = text_string_to_metric_families(exposed[0].decode())
     return {family.name: family for family in found}
@@ -116,6 +122,18 @@ async def test_sglang_s_dashboard_finds_its_metrics() -> None:
     assert single["sglang:cache_hit_rate"] == 0.25
     assert single["sglang:gen_throughput"] > 0
     assert single["sglang:e2e_request_latency_seconds"] == 0.5
+
+
+def test_prometheus_gets_names_with_colons_from_a_port_too() -> None:
+    config = TelemetryConfig(metric_names="vllm", metrics_port=free_port())
+    metrics = setup_metrics(config, "here", model="tiny")
+    metrics.record(instruments.RUNNING, 3)
+    url = f"http://127.0.0.1:{config.metrics_port}/metrics"
+    request = urllib.request.Request(url, headers={"Accept": ACCEPT})
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        text = reply.read().decode()
+    metrics.shutdown()
+    assert '\nvllm:num_requests_running{engine="0",model_name="tiny"} 3.0\n' in text
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -9,6 +9,7 @@ export class ApiError extends Error {
     super(error.message ?? fallback);
     this.status = status;
     this.code = error.code ?? "";
+    this.param = error.param ?? "";
   }
 }
 

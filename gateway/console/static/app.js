@@ -3,6 +3,7 @@
 import { ApiError, json, key } from "./api.js";
 import { h, put, toast } from "./dom.js";
 import { feed } from "./feed.js";
+import { openPalette } from "./palette.js";
 
 const VIEWS = {
   playground: { title: "Playground", load: () => import("./playground.js") },
@@ -32,7 +33,8 @@ async function show(moved) {
     if (view === "playground" && moved) shared.models = (await json("v1/models")).data;
     if (left.signal.aborted) return;
     main.dataset.view = view;
-    render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), query: new URLSearchParams(query), reload: begin });
+    put(document.getElementById("side-view"));
+    await render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), query: new URLSearchParams(query), reload: begin });
   } catch (error) {
     put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "This view failed"), error.message)));
     throw error;
@@ -108,6 +110,14 @@ function keys() {
   });
 }
 
+addEventListener("keydown", (event) => {
+  if (event.key.toLowerCase() !== "k" || !(event.ctrlKey || event.metaKey) || event.shiftKey || event.altKey) return;
+  event.preventDefault();
+  openPalette([
+    ...Object.entries(VIEWS).map(([name, { title }]) => ({ name: `Go to ${title}`, run: () => { location.hash = `#/${name}`; } })),
+    { name: "Change the theme", run: () => document.getElementById("theme-button").click() },
+  ]);
+});
 addEventListener("hashchange", () => {
   if (!shared.session) return;
   show(true);

@@ -10,7 +10,7 @@ const LONGEST_MS = 600_000;
 /** The state of one answer, as it is kept over a reload: plain data. */
 export function newAnswer(body) {
   return {
-    body, name: crypto.randomUUID?.() ?? String(Math.random()), stream: "", after: "", done: false, error: "", code: "",
+    body, name: crypto.randomUUID?.() ?? String(Math.random()), stream: "", after: "", done: false, error: "", code: "", param: "",
     text: "", reasoning: "", calls: [], tokens: [], finish: "", usage: null, version: "", resumed: 0,
     began: Date.now(), first: 0, last: 0,
   };
@@ -21,6 +21,7 @@ export function add(answer, chunk) {
   if (chunk.error) {
     answer.error = chunk.error.message;
     answer.code = chunk.error.code ?? "";
+    answer.param = chunk.error.param ?? "";
     return;
   }
   answer.stream ||= chunk.id;
@@ -73,6 +74,7 @@ export async function run(answer, changed, signal) {
       if (final || Date.now() - lost > LONGEST_MS) {
         answer.error = error.message;
         answer.code = error.code ?? "";
+        answer.param = error.param ?? "";
         answer.done = true;
         break;
       }

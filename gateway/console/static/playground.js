@@ -1,390 +1,534 @@
-// The playground: a chat with one model, or with two models or settings side by side.
+// The playground: conversations with one model, or with two models or settings side by side.
 
-import { cancel, messageOf, newAnswer, run } from "./chat.js";
-import { check, copy, field, h, icon, ICONS, put, showDialog, toast } from "./dom.js";
-import { duration, number } from "./format.js";
-import { curl, python } from "./snippets.js";
-import { hideTip, TokenText } from "./tokens.js";
-import { foldedCauses } from "./waterfall.js";
+import { answerView, editView, exported, program, saidView } from "./answer.js";
+import { cancel, newAnswer, run } from "./chat.js";
+import { allTurns, branch, follow, kept, newConversation, parentOf, path, titleOf } from "./conversations.js";
+import { drawConversations } from "./conversation_list.js";
+import { confirmed, field, h, icon, ICONS, put, showDialog, toast } from "./dom.js";
+import { examplesFor, samplePicture } from "./examples.js";
+import { readFile, save } from "./files.js";
+import { bytes } from "./format.js";
+import { bodyOf, counts, EXAMPLE_SCHEMA, EXAMPLE_TOOLS, FieldError, fieldOf, newSettings } from "./request.js";
+import { settingsForm } from "./settings.js";
+import { hideTip } from "./tokens.js";
 
-const KEPT = "console.chat";
-const IMAGE_BYTES = 8 << 20;
+const CURRENT = "console.conversation";
+const SIDES = ["Left", "Right"];
+const FRAME_MS = 40;
 
-const WEATHER = JSON.stringify([{ type: "function", function: { name: "get_weather", description: "Get the weather in a city", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }], null, 2);
-const SCHEMA = JSON.stringify({ type: "object", properties: { name: { type: "string" }, age: { type: "integer" } }, required: ["name", "age"] }, null, 2);
-const STARTERS = [
-  ["How much is 6 + 6?", {}],
-  ["Turn into JSON: Ben is a pilot, 44 years old.", {}],
-  ["What is the weather in Oslo and Paris?", { tools: WEATHER }],
-  ["Tell a story about Iris, a parrot and a green hat.", {}],
-];
-
-const newSettings = () => ({ model: "", system: "", temperature: "0.7", top_p: "", top_k: "", max_tokens: "256", seed: "", stop: "", presence_penalty: "", frequency_penalty: "", repetition_penalty: "", reasoning: "", logprobs: true, tools: "", tool_choice: "auto", format: "text", schema: "" });
-const newState = () => ({ compare: false, tab: 0, draft: "", panes: [0, 1].map(() => ({ settings: newSettings(), turns: [] })) });
-
-// It outlives the view: an answer goes on while another view is shown.
-let state = null;
-let running = null;
+// These outlive the view: an answer goes on while another view or another conversation is shown.
+let conversation = null;
+let heads = [];
+const running = new Map(); // answer → {stop, conversation}
 let redraw = () => {};
+let changedList = () => {};
 
-function restore() {
-  try { state = JSON.parse(sessionStorage.getItem(KEPT)) ?? newState(); } catch { state = newState(); }
-  for (const pane of state.panes) pane.settings = { ...newSettings(), ...pane.settings };
+const fresh = () => newConversation([newSettings(), newSettings()]);
+
+// --- kept in the browser ------------------------------------------------------------------------
+
+const waits = new Map();
+let cost = 0;
+
+/** Store a conversation soon, the later the longer that takes; one without turns is not stored. */
+function keep(of = conversation, ms = Math.max(300, cost * 20)) {
+  if (!of.panes.some((pane) => pane.root.children.length)) return;
+  if (waits.has(of.id) && ms) return;
+  clearTimeout(waits.get(of.id));
+  waits.set(of.id, setTimeout(() => {
+    waits.delete(of.id);
+    write(of);
+  }, ms));
 }
 
-let keeping = 0;
-function keep(now = false) {
-  if (!now && keeping) return;
-  clearTimeout(keeping);
-  keeping = setTimeout(() => {
-    keeping = 0;
-    try { sessionStorage.setItem(KEPT, JSON.stringify(state)); } catch { /* too large: images, mostly */ }
-  }, now ? 0 : 300);
-}
-addEventListener("pagehide", () => { try { if (state) sessionStorage.setItem(KEPT, JSON.stringify(state)); } catch { /* as above */ } });
-
-// --- the call ---------------------------------------------------------------------------------
-
-class FormError extends Error {}
-
-function parsed(text, what) {
-  try { return JSON.parse(text); } catch (error) { throw new FormError(`${what} is no JSON: ${error.message}`); }
+async function write(of) {
+  const began = performance.now();
+  const writing = kept.write(of);
+  cost = performance.now() - began;
+  try { await writing; } catch (error) { toast(`The chat could not be stored: ${error.message}`, true); return; }
+  heads = await kept.list();
+  changedList();
 }
 
-export function bodyOf({ settings, turns }) {
-  const body = { messages: [], stream: true, stream_options: { include_usage: true } };
-  if (settings.model) body.model = settings.model;
-  if (settings.system.trim()) body.messages.push({ role: "system", content: settings.system });
-  for (const turn of turns) {
-    if (turn.role === "user") {
-      const images = (turn.images ?? []).map((url) => ({ type: "image_url", image_url: { url } }));
-      body.messages.push({ role: "user", content: images.length ? [...images, { type: "text", text: turn.text }] : turn.text });
-    } else if (turn.role === "tool") body.messages.push({ role: "tool", tool_call_id: turn.id, content: turn.text });
-    else if (!turn.answer.error || turn.answer.text) body.messages.push(messageOf(turn.answer));
-  }
-  for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"]) {
-    const text = settings[name].trim();
-    if (!text) continue;
-    if (!Number.isFinite(Number(text))) throw new FormError(`${name} is no number: ${text}`);
-    body[name] = Number(text);
-  }
-  const stops = settings.stop.split("\n").filter(Boolean);
-  if (stops.length) body.stop = stops.map((each) => each.replaceAll("\\n", "\n"));
-  if (settings.reasoning) body.reasoning_effort = settings.reasoning;
-  if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5, return_weight_versions: true });
-  if (settings.tools.trim()) {
-    body.tools = parsed(settings.tools, "The field Tools");
-    if (settings.tool_choice !== "auto") body.tool_choice = settings.tool_choice;
-  }
-  if (settings.format === "json_object") body.response_format = { type: "json_object" };
-  if (settings.format === "json_schema") body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parsed(settings.schema, "The schema") } };
-  return body;
+addEventListener("pagehide", () => { if (conversation && waits.has(conversation.id)) write(conversation); });
+
+async function opened(id) {
+  const found = [...running.values()].find((each) => each.conversation.id === id)?.conversation ?? (conversation?.id === id ? conversation : await kept.read(id));
+  if (!found) return null;
+  for (const pane of found.panes) pane.settings = { ...newSettings(), ...pane.settings };
+  // After a reload answers go on where they were.
+  for (const { answer } of allTurns(found)) if (answer && !answer.done && !running.has(answer)) go(answer, found);
+  return found;
 }
 
-const shownPanes = () => state.panes.slice(0, state.compare ? 2 : 1);
-
-function start(pane) {
-  const answer = newAnswer(bodyOf(pane));
-  pane.turns.push({ role: "answer", answer });
-  follow(answer);
+function show(found) {
+  conversation = found;
+  try { sessionStorage.setItem(CURRENT, found.id); } catch { /* a reload begins anew */ }
 }
 
-function follow(answer) {
-  running ??= new Map();
+// --- calls --------------------------------------------------------------------------------------
+
+function go(answer, of) {
   const stop = new AbortController();
-  running.set(answer, stop);
-  run(answer, () => { redraw(answer); keep(); }, stop.signal).finally(() => {
+  running.set(answer, { stop, conversation: of });
+  run(answer, () => { redraw(answer); keep(of); }, stop.signal).finally(() => {
     running.delete(answer);
     answer.done = true;
-    redraw(answer);
-    keep(true);
+    redraw(answer, true);
+    keep(of, 0);
   });
 }
 
-function stopAll() {
-  for (const [answer, stop] of running ?? []) {
-    stop.abort();
+function stopAll(of) {
+  for (const [answer, each] of running) {
+    if (each.conversation !== of) continue;
+    each.stop.abort();
     answer.finish ||= "stopped";
     cancel(answer).catch(() => {});
   }
 }
 
-// --- drawing ----------------------------------------------------------------------------------
+const shownPanes = () => conversation.panes.slice(0, conversation.compare ? 2 : 1);
+const busy = () => [...running.values()].some((each) => each.conversation === conversation);
 
-function answerView(answer, pane, context) {
-  const reasoning = new TokenText("Reasoning");
-  const text = new TokenText("Answer");
-  const fold = h("details", { class: "reasoning", hidden: true }, h("summary", null, "Reasoning"), reasoning.element);
-  const calls = h("div", { class: "message" });
-  const meta = h("div", { class: "meta" });
-  const time = h("div", null);
-  const notice = h("p", { class: "small", role: "status" });
-  const body = h("div", { class: "message", "aria-live": "polite", "aria-busy": "true" }, fold, text.element, calls);
-  const element = h("div", { class: "message assistant" }, h("div", { class: "who" }, answer.body.model || context.session.model || "assistant"), body, notice, time, meta);
-  let ended = false;
-  const draw = () => {
-    const streaming = !answer.done;
-    const of = (kind) => answer.tokens.filter((each) => each.k === kind);
-    fold.hidden = !answer.reasoning;
-    if (!ended) fold.open = streaming && !answer.text;
-    reasoning.update(answer.reasoning, of("reasoning"), streaming && !answer.text);
-    text.element.hidden = !answer.text && !streaming;
-    text.update(answer.text, of("text"), streaming && (Boolean(answer.text) || !answer.reasoning));
-    body.setAttribute("aria-busy", String(streaming));
-    notice.className = answer.error ? "small error" : "small muted";
-    notice.textContent = answer.error ? `${answer.error}${answer.code ? ` (${answer.code})` : ""}` : answer.waiting ? "Connection lost; the answer goes on at the gateway and is picked up again …" : "";
-    notice.hidden = !notice.textContent;
-    if (streaming || ended) return;
-    ended = true;
-    fold.open = false;
-    put(calls, answer.calls.filter(Boolean).map((each) => callView(each, answer, pane)));
-    if (answer.finish === "tool_calls" && pane.turns.at(-1)?.answer === answer) calls.append(h("div", { class: "row" }, h("button", { type: "button", class: "primary", onclick: () => sendResults(answer, pane, calls) }, "Send the results")));
-    put(meta, facts(answer).map((each) => h("span", null, each)),
-      answer.stream && h("a", { href: `#/requests/${encodeURIComponent(answer.stream)}` }, "Open the request"),
-      h("button", { type: "button", class: "quiet", onclick: () => program(answer.body, context) }, "Copy as curl / Python"));
-    put(time, answer.usage?.time && foldedCauses(answer.usage.time));
-  };
-  draw();
-  return { element, draw };
-}
+// --- the view -----------------------------------------------------------------------------------
 
-function facts(answer) {
-  const { usage } = answer;
-  const tokens = usage?.completion_tokens ?? answer.tokens.length;
-  const found = [];
-  if (answer.finish) found.push({ stop: "ended", length: "cut at max_tokens", tool_calls: "calls a tool", abort: "cancelled", content_filter: "cut by a guardrail" }[answer.finish] ?? answer.finish);
-  if (usage) found.push(`${number(usage.prompt_tokens)} + ${number(tokens)} tokens`);
-  if (answer.first) found.push(`first after ${duration((answer.first - answer.began) * 1e6)}`);
-  if (answer.last > answer.first && tokens > 1) found.push(`${number((tokens - 1) / ((answer.last - answer.first) / 1e3))} tokens/s`);
-  const cached = usage?.prompt_tokens_details?.cached_tokens;
-  if (cached) found.push(`${number(cached)} cached`);
-  const accepted = usage?.completion_tokens_details?.accepted_prediction_tokens;
-  if (accepted) found.push(`${number(accepted)} drafted`);
-  if (answer.version) found.push(answer.version.replace("-", " "));
-  if (answer.resumed) found.push(`resumed ${answer.resumed}×`);
-  return found;
-}
-
-function pretty(text) {
-  try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; }
-}
-
-function callView(each, answer, pane) {
-  const open = pane.turns.at(-1)?.answer === answer;
-  return h("div", { class: "call" },
-    h("header", null, h("span", { class: "tag accent" }, "tool"), h("code", null, each.name)),
-    h("pre", null, pretty(each.arguments)),
-    open && h("div", { class: "result" }, field("Result, as your program would return it", h("textarea", { class: "code", rows: 2, data: { call: each.id }, placeholder: '{"sky": "sunny", "degrees": 12}' }))));
-}
-
-function sendResults(answer, pane, calls) {
-  const results = [...calls.querySelectorAll("textarea")].map((each) => ({ role: "tool", id: each.dataset.call, text: each.value || "{}" }));
-  attempt(() => {
-    const next = { settings: pane.settings, turns: [...pane.turns, ...results] };
-    bodyOf(next);
-    pane.turns.push(...results);
-    start(pane);
-  });
-}
-
-function attempt(work) {
-  try { work(); } catch (error) {
-    if (!(error instanceof FormError)) throw error;
-    toast(error.message, true);
-    return;
+export async function render(root, context) {
+  if (!conversation) {
+    heads = await kept.list();
+    let last = null;
+    try { last = sessionStorage.getItem(CURRENT); } catch { /* as above */ }
+    show((last && (await opened(last))) || fresh());
+    if (context.signal.aborted) return;
   }
-  keep(true);
-  redraw();
+  new Playground(root, context);
 }
 
-function program(body, { session }) {
-  const pre = h("pre", { class: "snippet", tabindex: 0 });
-  const versions = { curl: () => curl(body, session.keys), Python: () => python(body, session.keys) };
-  const buttons = Object.entries(versions).map(([name, make]) => h("button", { type: "button", "aria-pressed": "false", onclick: (event) => {
-    pre.textContent = make();
-    for (const each of buttons) each.setAttribute("aria-pressed", String(each === event.currentTarget));
-  } }, name));
-  showDialog("This call as a program", h("div", { class: "row" }, h("div", { class: "chips" }, buttons), h("button", { type: "button", onclick: () => copy(pre.textContent) }, "Copy")), pre);
-  buttons[0].click();
-}
-
-function turnView(turn, pane, context, views) {
-  if (turn.role === "answer") {
-    const view = answerView(turn.answer, pane, context);
-    views.set(turn.answer, view.draw);
-    return view.element;
-  }
-  if (turn.role === "tool") return h("div", { class: "message" }, h("div", { class: "who" }, "result of a tool"), h("div", { class: "text mono" }, turn.text));
-  return h("div", { class: "message user" }, h("div", { class: "who" }, "you"), (turn.images ?? []).map((url) => h("img", { src: url, alt: "The image that you sent" })), turn.text && h("div", { class: "text" }, turn.text));
-}
-
-// --- settings ---------------------------------------------------------------------------------
-
-function settingsForm(pane, context) {
-  const { settings } = pane;
-  const set = (name) => (event) => { settings[name] = event.target.value; keep(); };
-  const input = (name, placeholder, more = {}) => h("input", { value: settings[name], placeholder, inputmode: "decimal", spellcheck: "false", autocomplete: "off", oninput: set(name), ...more });
-  const area = (name, rows, placeholder = "") => h("textarea", { class: "code", rows, value: settings[name], placeholder, spellcheck: "false", oninput: set(name) });
-  const choice = (name, options, changed) => {
-    const select = h("select", { onchange: (event) => { set(name)(event); changed?.(event.target.value); } }, options.map(([value, text]) => h("option", { value }, text)));
-    select.value = settings[name];
-    return select;
-  };
-  const schema = field("JSON schema", area("schema", 6, SCHEMA));
-  const showSchema = () => { schema.hidden = settings.format !== "json_schema"; };
-  showSchema();
-  const models = [["", `default${context.models[0] ? ` (${context.models[0].id})` : ""}`], ...context.models.map((each) => [each.id, each.parent ? `${each.id} · adapter of ${each.parent}` : each.id])];
-  return [
-    field("Model", choice("model", models, () => redraw())),
-    field("System message", h("textarea", { rows: 2, value: settings.system, oninput: set("system") })),
-    h("div", { class: "two" },
-      field("Temperature", input("temperature", "1")), field("Most tokens", input("max_tokens", "to the end")),
-      field("top_p", input("top_p", "1, off")), field("top_k", input("top_k", "0, off")),
-      field("Seed", input("seed", "random")), field("Repetition penalty", input("repetition_penalty", "1, off")),
-      field("Presence penalty", input("presence_penalty", "0")), field("Frequency penalty", input("frequency_penalty", "0"))),
-    field("Stop, one a line", area("stop", 1)),
-    field("Reasoning", choice("reasoning", [["", "the model's default"], ["none", "off"], ["low", "low"], ["medium", "medium"], ["high", "high"]])),
-    check("Probabilities of each token", settings.logprobs, (value) => { settings.logprobs = value; keep(); }),
-    h("hr"),
-    field("Answer as", choice("format", [["text", "text"], ["json_object", "JSON"], ["json_schema", "JSON by a schema"]], () => { showSchema(); })), schema,
-    h("details", { open: Boolean(settings.tools) }, h("summary", null, "Tools"), h("div", null,
-      field("Functions, as OpenAI's tools", area("tools", 7, WEATHER)),
-      field("Choice", choice("tool_choice", [["auto", "the model decides"], ["required", "must call"], ["none", "must not call"]])))),
-  ];
-}
-
-// --- the view ---------------------------------------------------------------------------------
-
-export function render(root, context) {
-  if (!state) {
-    restore();
-    // After a reload answers go on where they were.
-    for (const pane of state.panes) for (const turn of pane.turns) if (turn.answer && !turn.answer.done) follow(turn.answer);
-  }
-  let images = [];
-  const views = new Map();
-  const panes = h("div", { class: "panes" });
-  const settings = h("aside", { class: "settings", "aria-label": "Settings of the call" });
-  const text = h("textarea", { rows: 1, "aria-label": "Your message", placeholder: "Ask something", value: state.draft });
-  const thumbs = h("div", { class: "thumbs", hidden: true });
-  const send = h("button", { type: "button", class: "primary" }, "Send");
-  const file = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true, hidden: true, "aria-label": "Images" });
-  const attach = h("button", { type: "button", class: "quiet icon", title: "Add images", "aria-label": "Add images", onclick: () => file.click() }, icon(ICONS.image));
-  const box = h("div", { class: "box" }, thumbs, text, h("div", { class: "row" }, attach, file, h("span", { class: "small muted" }, "Enter sends, Shift+Enter breaks the line"), h("span", { class: "spacer" }), send));
-  const compare = h("button", { type: "button", "aria-pressed": String(state.compare), onclick: () => { state.compare = !state.compare; compare.setAttribute("aria-pressed", String(state.compare)); keep(true); drawAll(); } }, "Side by side");
-  const sheet = h("button", { type: "button", class: "only-narrow", "aria-expanded": "false", onclick: () => showSheet(!settings.classList.contains("shown")) }, "Settings");
-
-  const takesImages = () => shownPanes().every((pane) => {
-    const model = context.models.find((each) => each.id === pane.settings.model) ?? context.models[0];
-    return context.session.images.includes(model?.parent ?? model?.id);
-  });
-  const busy = () => shownPanes().some((pane) => pane.turns.some((turn) => turn.answer && !turn.answer.done));
-
-  function showSheet(shown) {
-    settings.classList.toggle("shown", shown);
-    sheet.setAttribute("aria-expanded", String(shown));
-    if (shown) settings.querySelector("button, select, input")?.focus();
+class Playground {
+  constructor(root, context) {
+    this.context = context;
+    this.attached = [];
+    this.views = new Map();
+    this.dirty = new Set();
+    this.problems = new WeakMap();
+    this.tab = 0;
+    this.editing = null;
+    this.#build(root);
+    redraw = (answer, ended) => this.#answered(answer, ended);
+    changedList = () => this.list.draw(heads, conversation.id);
+    const { signal } = context;
+    signal.addEventListener("abort", () => { redraw = changedList = () => {}; hideTip(); this.list.close(); });
+    document.addEventListener("keydown", (event) => this.#key(event), { signal });
+    document.addEventListener("palette", (event) => event.detail.push(...this.#commands()), { signal });
+    // Another tab may have gone on with this conversation.
+    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.#reread(); }, { signal });
+    this.drawAll();
   }
 
-  function drawSettings() {
-    const pane = state.panes[state.compare ? state.tab : 0];
-    const tabs = state.compare && h("div", { class: "chips", role: "group", "aria-label": "Side" }, ["Left", "Right"].map((name, index) => h("button", { type: "button", "aria-pressed": String(index === state.tab), onclick: () => { state.tab = index; drawSettings(); } }, name)));
-    put(settings, h("div", { class: "row" }, h("h2", null, "Settings"), h("span", { class: "spacer" }), tabs, h("button", { type: "button", class: "quiet icon only-narrow", "aria-label": "Close the settings", onclick: () => { showSheet(false); sheet.focus(); } }, icon(ICONS.close))), settingsForm(pane, context));
+  #build(root) {
+    const button = (name, path, onclick, more = {}) => h("button", { type: "button", title: name, onclick, ...more }, icon(path), h("span", null, name));
+    this.title = h("h1", { class: "ellipsis" });
+    this.panes = h("div", { class: "panes" });
+    this.settings = h("aside", { class: "settings", "aria-label": "Settings of the call" });
+    this.text = h("textarea", { rows: 1, "aria-label": "Your message", placeholder: "Ask something" });
+    this.thumbs = h("div", { class: "thumbs", hidden: true });
+    this.send = h("button", { type: "button", class: "primary" }, "Send");
+    this.file = h("input", { type: "file", multiple: true, hidden: true, "aria-label": "Images or text files" });
+    this.attach = h("button", { type: "button", class: "quiet icon", onclick: () => this.file.click() }, icon(ICONS.attach));
+    this.hint = h("span", { class: "small muted ellipsis hint" });
+    this.toEnd = h("button", { type: "button", class: "icon to-end", title: "To the end", "aria-label": "To the end", hidden: true, onclick: () => this.#scroll(true) }, icon(ICONS.end));
+    this.box = h("div", { class: "box" }, this.thumbs, this.text, h("div", { class: "row nowrap" }, this.attach, this.file, this.hint, h("span", { class: "spacer" }), this.send));
+    this.compare = button("Side by side", ICONS.split, () => { conversation.compare = !conversation.compare; keep(); this.drawAll(); });
+    this.sheet = button("Settings", ICONS.settings, () => this.#showSheet(!this.settings.classList.contains("shown")), { class: "only-narrow", "aria-expanded": "false" });
+    this.list = drawConversations({
+      open: (id) => this.#open(id), fresh: () => this.#fresh(), about: (id) => this.#about(id),
+      imported: (messages, settings) => this.#imported(messages, settings), removeAll: () => this.#removeAll(),
+    });
+    const element = h("div", { class: "play" },
+      h("header", null, button("Chats", ICONS.list, () => this.list.toggle(), { class: "only-phone" }), this.title, h("span", { class: "spacer" }), this.compare,
+        button("Get code", ICONS.code, () => this.#code()), button("New chat", ICONS.fresh, () => this.#fresh()), this.sheet),
+      this.panes, h("div", { class: "composer" }, this.toEnd, this.box), this.settings);
+    put(root, element);
+    put(document.getElementById("side-view"), this.list.element);
+    this.text.value = sessionStorage.getItem("console.draft") ?? "";
+    this.text.addEventListener("input", () => { this.#grow(); sessionStorage.setItem("console.draft", this.text.value); });
+    this.text.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (!busy()) this.#act(); }
+      const said = path(shownPanes()[0]).findLast((turn) => turn.role === "user");
+      if (event.key === "ArrowUp" && !this.text.value && said && !busy()) { event.preventDefault(); this.#edit(said); }
+    });
+    this.text.addEventListener("paste", (event) => { if (event.clipboardData.files.length) { event.preventDefault(); this.#add(event.clipboardData.files); } });
+    element.addEventListener("dragover", (event) => { if (event.dataTransfer.types.includes("Files")) { event.preventDefault(); this.box.classList.add("drop"); } });
+    element.addEventListener("dragleave", (event) => { if (!element.contains(event.relatedTarget)) this.box.classList.remove("drop"); });
+    element.addEventListener("drop", (event) => { if (event.dataTransfer.files.length) { event.preventDefault(); this.box.classList.remove("drop"); this.#add(event.dataTransfer.files); } });
+    this.file.addEventListener("change", () => { this.#add([...this.file.files]); this.file.value = ""; });
+    this.send.addEventListener("click", () => this.#act());
+    this.settings.addEventListener("keydown", (event) => { if (event.key === "Escape" && this.settings.classList.contains("shown")) { event.stopPropagation(); this.#showSheet(false); this.sheet.focus(); } });
   }
 
-  function drawPane(pane, index) {
+  // --- what is served ---
+
+  #model(pane) {
+    const { session, models } = this.context;
+    const id = pane.settings.model || session.default_model;
+    const card = models.find((each) => each.id === id);
+    return { id, ...session.models.find((each) => each.id === (card?.parent ?? id)) };
+  }
+
+  #takesImages() { return shownPanes().every((pane) => this.#model(pane).images); }
+
+  // --- drawing ---
+
+  drawAll() {
+    this.views.clear();
+    hideTip();
+    const does = {
+      session: this.context.session,
+      nameOf: (model) => model || this.context.session.default_model || "assistant",
+      keep: () => keep(),
+      changed: () => { keep(); this.drawAll(); },
+      edit: (turn) => this.#edit(turn),
+      regenerate: (turn) => this.#regenerate(turn),
+      branch: (turn) => this.#branch(turn),
+      sendResults: (turn, calls) => this.#sendResults(turn, calls),
+    };
+    put(this.panes, shownPanes().map((pane, index) => this.#pane(pane, index, does)));
+    this.#drawSettings();
+    this.compare.setAttribute("aria-pressed", String(conversation.compare));
+    this.refresh();
+    changedList();
+    this.#scroll(true);
+  }
+
+  #pane(pane, index, does) {
     const inner = h("div", { class: "inner" });
-    const element = h("section", { class: "pane", tabindex: 0, "aria-label": state.compare ? ["Left", "Right"][index] : "Conversation" }, inner);
-    if (state.compare) inner.append(h("div", { class: "pane-head" }, h("span", { class: "tag accent" }, ["Left", "Right"][index]), h("span", null, pane.settings.model || context.models[0]?.id || "default model"), h("span", null, `temperature ${pane.settings.temperature || "1"}`)));
-    if (!pane.turns.length) inner.append(index === 0 || !state.compare ? starter() : h("p", { class: "muted" }, "The same message goes to both sides; the settings are each side's own."));
-    for (const turn of pane.turns) inner.append(turnView(turn, pane, context, views));
+    const element = h("section", { class: "pane", tabindex: 0, "aria-label": conversation.compare ? SIDES[index] : "Conversation" }, inner);
+    element.stuck = true;
+    element.addEventListener("scroll", () => { element.stuck = element.scrollHeight - element.scrollTop - element.clientHeight < 60; this.#showEnd(); }, { passive: true });
+    if (conversation.compare) inner.append(h("div", { class: "pane-head" }, h("span", { class: "tag accent" }, SIDES[index]), h("span", null, does.nameOf(pane.settings.model)), h("span", null, `temperature ${pane.settings.temperature || "1"}`)));
+    const turns = path(pane);
+    if (!turns.length) inner.append(index === 0 ? this.#starter(pane) : h("p", { class: "muted" }, "The same message goes to both sides; the settings are each side's own."));
+    for (const turn of turns) {
+      if (turn.answer) {
+        const view = answerView(turn, pane, does);
+        this.views.set(turn.answer, view.draw);
+        inner.append(view.element);
+      } else if (this.editing === turn) {
+        const form = editView(turn, { send: (text) => this.#resend(turn, text), cancel: () => { this.editing = null; this.drawAll(); } });
+        inner.append(form);
+        queueMicrotask(() => { form.scrollIntoView({ block: "nearest" }); form.querySelector("textarea").focus(); });
+      } else inner.append(saidView(turn, pane, does));
+    }
     return element;
   }
 
-  function starter() {
-    return h("div", { class: "starter" }, h("div", null, h("h2", null, "Talk to the model"), h("p", { class: "muted" }, "Hover over a token, or go through the text with the arrow keys, to see what else it could have been.")),
-      h("div", { class: "row" }, STARTERS.map(([prompt, more]) => h("button", { type: "button", onclick: () => { for (const pane of shownPanes()) Object.assign(pane.settings, more); submit(prompt); drawSettings(); } }, prompt))));
+  #starter(pane) {
+    const model = this.#model(pane);
+    if (model.chat === false) return h("div", { class: "starter" }, h("h2", null, "This model takes no conversations"), h("p", { class: "muted" }, `${model.id} has no chat template; call v1/completions, or choose another model in the settings.`));
+    const touch = matchMedia("(hover: none)").matches;
+    return h("div", { class: "starter" },
+      h("div", null, h("h2", null, model.id ? `Talk to ${model.id}` : "Talk to the model"), h("p", { class: "muted" }, `“Tokens” under an answer shows its tokens; ${touch ? "tap one" : "point at one, or use the arrow keys,"} to see what else it could have been.`)),
+      h("div", { class: "row" }, examplesFor(model).map(([prompt, more, picture]) => {
+        const url = picture && samplePicture();
+        return h("button", { type: "button", class: "example", onclick: () => {
+          for (const each of shownPanes()) Object.assign(each.settings, more);
+          if (url) this.attached.push({ url, name: "shapes.png" });
+          this.#submit(prompt);
+        } }, url && h("img", { src: url, alt: "A sample picture:" }), prompt);
+      })));
   }
 
-  function drawAll() {
-    views.clear();
-    hideTip();
-    put(panes, shownPanes().map(drawPane));
-    drawSettings();
-    refresh();
-    for (const each of panes.children) each.scrollTop = each.scrollHeight;
+  #drawSettings() {
+    const pane = conversation.panes[conversation.compare ? this.tab : 0];
+    const problems = this.#problemsOf(pane);
+    const redrawing = ["format", "model", "logprobs"];
+    const changed = (name) => {
+      if (name === "format" && pane.settings.format === "json_schema") pane.settings.schema ||= EXAMPLE_SCHEMA;
+      keep();
+      if (!redrawing.includes(name)) return;
+      const focused = document.activeElement?.dataset.setting;
+      if (name === "model") this.drawAll();
+      else this.#drawSettings();
+      if (focused) this.settings.querySelector(`[data-setting=${focused}]`)?.focus();
+    };
+    const tabs = conversation.compare && h("div", { class: "chips", role: "group", "aria-label": "Side" }, SIDES.map((name, index) => h("button", { type: "button", "aria-pressed": String(index === this.tab), onclick: () => { this.tab = index; this.#drawSettings(); } }, name)));
+    put(this.settings, h("div", { class: "row" }, h("h2", null, "Settings"), h("span", { class: "spacer" }), tabs, h("button", { type: "button", class: "quiet icon only-narrow", "aria-label": "Close the settings", onclick: () => { this.#showSheet(false); this.sheet.focus(); } }, icon(ICONS.close))),
+      settingsForm(pane.settings, problems, { models: this.context.models, byDefault: this.context.session.default_model }, changed));
   }
 
-  function refresh() {
+  #problemsOf(pane) {
+    if (!this.problems.has(pane)) this.problems.set(pane, {});
+    return this.problems.get(pane);
+  }
+
+  /** Show an error at the field that it is of. */
+  #problem(pane, name, message) {
+    this.#problemsOf(pane)[name] = message;
+    if (conversation.compare) this.tab = conversation.panes.indexOf(pane);
+    this.#drawSettings();
+    this.#showSheet(true);
+    const control = this.settings.querySelector(`[data-setting=${name}]`);
+    control?.focus({ preventScroll: true });
+    control?.closest(".field").scrollIntoView({ block: "center" });
+  }
+
+  refresh() {
     const working = busy();
-    send.textContent = working ? "Stop" : "Send";
-    send.classList.toggle("primary", !working);
-    attach.hidden = !takesImages();
-    thumbs.hidden = !images.length;
-    put(thumbs, images.map((url, index) => h("div", { class: "thumb" }, h("img", { src: url, alt: `Image ${index + 1}` }), h("button", { type: "button", "aria-label": `Remove image ${index + 1}`, onclick: () => { images.splice(index, 1); refresh(); } }, "×"))));
+    this.title.textContent = path(conversation.panes[0]).length ? titleOf(conversation) : "Playground";
+    this.send.textContent = working ? "Stop" : "Send";
+    this.send.title = working ? "Stop (Esc)" : "Send (Enter)";
+    this.send.classList.toggle("primary", !working);
+    const images = this.#takesImages();
+    const what = images ? "Add images or text files" : "Add text files";
+    this.attach.title = what;
+    this.attach.setAttribute("aria-label", what);
+    this.hint.textContent = conversation.compare ? "Goes to both sides" : `${this.#model(conversation.panes[0]).id || "the default model"} · Enter sends, Shift+Enter breaks the line, Ctrl+K has all commands`;
+    this.thumbs.hidden = !this.attached.length;
+    put(this.thumbs, this.attached.map((each, index) => h("div", { class: "thumb" },
+      each.url ? h("img", { src: each.url, alt: each.name }) : h("span", { class: "tag" }, `${each.name} · ${bytes(each.text.length)}`),
+      h("button", { type: "button", "aria-label": `Remove ${each.name}`, onclick: () => { this.attached.splice(index, 1); this.refresh(); } }, "×"))));
   }
 
-  let frame = 0;
-  const dirty = new Set();
-  redraw = (answer) => {
-    if (!answer || !views.has(answer)) { if (!answer) drawAll(); else refresh(); return; }
-    dirty.add(answer);
-    frame ||= setTimeout(() => {
-      frame = 0;
-      const near = [...panes.children].map((each) => each.scrollHeight - each.scrollTop - each.clientHeight < 80);
-      for (const each of dirty) views.get(each)?.();
-      dirty.clear();
-      [...panes.children].forEach((each, index) => { if (near[index]) each.scrollTop = each.scrollHeight; });
-      refresh();
-    }, 40);
-  };
-  context.signal.addEventListener("abort", () => { redraw = () => {}; hideTip(); });
-
-  function submit(prompt) {
-    const turn = { role: "user", text: prompt, images };
-    attempt(() => {
-      for (const pane of shownPanes()) bodyOf({ settings: pane.settings, turns: [...pane.turns, turn] });
-      for (const pane of shownPanes()) { pane.turns.push(turn); start(pane); }
-      images = [];
-      text.value = state.draft = "";
-      grow();
-    });
-  }
-
-  function act() {
-    if (busy()) stopAll();
-    else if (text.value.trim() || images.length) submit(text.value);
-  }
-
-  async function addImages(files) {
-    for (const each of files) {
-      if (!each.type.startsWith("image/")) continue;
-      if (!takesImages()) { toast("The model takes text only", true); return; }
-      if (each.size > IMAGE_BYTES) { toast(`${each.name} is larger than 8 MiB; scale it down`, true); continue; }
-      images.push(await new Promise((resolve) => { const reader = new FileReader(); reader.onload = () => resolve(reader.result); reader.readAsDataURL(each); }));
+  /** Draw what has come of an answer, at most once a frame, and less often where drawing takes long. */
+  #answered(answer, ended) {
+    if (ended) {
+      const pane = conversation.panes.find((each) => path(each).some((turn) => turn.answer === answer));
+      if (pane && answer.error && !counts(answer)) { this.drawAll(); const name = fieldOf(answer.param); if (name) this.#problem(pane, name, answer.error); }
+      this.refresh();
     }
-    refresh();
+    if (!this.views.has(answer)) return;
+    this.dirty.add(answer);
+    if (this.frame) return;
+    this.frame = setTimeout(() => requestAnimationFrame(() => {
+      const began = performance.now();
+      for (const each of this.dirty) this.views.get(each)?.();
+      this.dirty.clear();
+      this.#scroll(false);
+      this.wait = Math.min(500, 4 * (performance.now() - began));
+      this.frame = 0;
+    }), Math.max(FRAME_MS, this.wait ?? 0));
   }
 
-  const grow = () => { text.style.height = "auto"; text.style.height = `${text.scrollHeight}px`; };
-  text.addEventListener("input", () => { state.draft = text.value; grow(); keep(); });
-  text.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (!busy()) act(); }
-  });
-  text.addEventListener("paste", (event) => { if (event.clipboardData.files.length) { event.preventDefault(); addImages(event.clipboardData.files); } });
-  box.addEventListener("dragover", (event) => { event.preventDefault(); box.classList.add("drop"); });
-  box.addEventListener("dragleave", () => box.classList.remove("drop"));
-  box.addEventListener("drop", (event) => { event.preventDefault(); box.classList.remove("drop"); addImages(event.dataTransfer.files); });
-  file.addEventListener("change", () => { addImages(file.files); file.value = ""; });
-  send.addEventListener("click", act);
-  settings.addEventListener("keydown", (event) => { if (event.key === "Escape") { showSheet(false); sheet.focus(); } });
+  #scroll(always) {
+    for (const each of this.panes.children) if (always || each.stuck) { each.scrollTop = each.scrollHeight; each.stuck = true; }
+    this.#showEnd();
+  }
 
-  put(root, h("div", { class: "play" },
-    h("header", null, h("h1", null, "Playground"), h("span", { class: "spacer" }), compare,
-      h("button", { type: "button", onclick: () => attempt(() => program(bodyOf({ settings: shownPanes()[0].settings, turns: [...shownPanes()[0].turns, { role: "user", text: text.value || "Hello" }] }), context)) }, "Get code"),
-      h("button", { type: "button", onclick: () => { stopAll(); for (const pane of state.panes) pane.turns = []; keep(true); drawAll(); text.focus(); } }, "New chat"), sheet),
-    panes, h("div", { class: "composer" }, box), settings));
-  drawAll();
-  grow();
+  #showEnd() { this.toEnd.hidden = [...this.panes.children].every((each) => each.stuck); }
+
+  #grow() {
+    this.text.style.height = "auto";
+    this.text.style.height = `${this.text.scrollHeight}px`;
+  }
+
+  #showSheet(shown) {
+    this.settings.classList.toggle("shown", shown);
+    this.sheet.setAttribute("aria-expanded", String(shown));
+    if (shown) this.settings.querySelector("button, select, input")?.focus();
+  }
+
+  // --- actions ---
+
+  /** Do what makes calls; an error of a setting is shown at its field, before anything has changed. */
+  #attempt(pane, work) {
+    try { return work(); } catch (error) {
+      if (!(error instanceof FieldError)) throw error;
+      this.#problem(pane, error.field, error.message);
+      return undefined;
+    }
+  }
+
+  #call(pane, before) {
+    const turns = path(pane);
+    return this.#attempt(pane, () => bodyOf(pane.settings, [...turns.slice(0, turns.indexOf(before) + 1)]));
+  }
+
+  /** Add an answer after a turn, and begin its call. */
+  #start(pane, parent, body) {
+    const turn = follow(parent, { role: "answer", answer: newAnswer(body) });
+    go(turn.answer, conversation);
+    conversation.updated = Date.now();
+    keep(conversation, 0);
+  }
+
+  #submit(prompt) {
+    if (busy()) return;
+    const turn = { role: "user", text: prompt, images: this.attached.filter((each) => each.url).map((each) => each.url), files: this.attached.filter((each) => !each.url) };
+    const panes = shownPanes();
+    const bodies = panes.map((pane) => this.#attempt(pane, () => bodyOf(pane.settings, [...path(pane), turn])));
+    if (bodies.some((each) => !each)) return;
+    panes.forEach((pane, index) => this.#start(pane, follow(path(pane).at(-1) ?? pane.root, turn), bodies[index]));
+    this.attached = [];
+    this.text.value = "";
+    sessionStorage.removeItem("console.draft");
+    this.#grow();
+    this.drawAll();
+  }
+
+  #act() {
+    if (busy()) stopAll(conversation);
+    else if (this.text.value.trim() || this.attached.length) this.#submit(this.text.value);
+  }
+
+  #paneOf(turn) { return conversation.panes.find((pane) => path(pane).includes(turn)); }
+
+  #edit(turn) {
+    if (busy()) return;
+    this.editing = turn;
+    this.drawAll();
+  }
+
+  #resend(turn, text) {
+    const pane = this.#paneOf(turn);
+    const parent = parentOf(pane, turn);
+    const turns = path(pane);
+    const body = this.#attempt(pane, () => bodyOf(pane.settings, [...turns.slice(0, turns.indexOf(turn)), { ...turn, text }]));
+    if (!body) return;
+    this.editing = null;
+    const { images, files } = turn;
+    this.#start(pane, follow(parent, { role: "user", text, images, files }), body);
+    this.drawAll();
+  }
+
+  #regenerate(turn) {
+    if (busy()) return;
+    const pane = this.#paneOf(turn);
+    const parent = parentOf(pane, turn);
+    const body = this.#call(pane, parent);
+    if (!body) return;
+    this.#start(pane, parent, body);
+    this.drawAll();
+  }
+
+  #sendResults(turn, calls) {
+    const pane = this.#paneOf(turn);
+    let end = turn;
+    const results = [...calls.querySelectorAll("textarea")].map((each) => ({ role: "tool", id: each.dataset.call, text: each.value || "{}" }));
+    const body = this.#attempt(pane, () => bodyOf(pane.settings, [...path(pane), ...results]));
+    if (!body) return;
+    for (const each of results) end = follow(end, each);
+    this.#start(pane, end, body);
+    this.drawAll();
+  }
+
+  #branch(turn) {
+    show(branch(conversation, this.#paneOf(turn), turn));
+    keep(conversation, 0);
+    this.drawAll();
+    toast("This is the branch; the chat that it comes from is in the list");
+    this.text.focus();
+  }
+
+  #fresh() {
+    const own = ({ tools, ...rest }) => ({ ...rest, tools: tools === EXAMPLE_TOOLS ? "" : tools });
+    show(newConversation(conversation.panes.map((each) => own(each.settings))));
+    this.editing = null;
+    this.list.close();
+    this.drawAll();
+    this.text.focus();
+  }
+
+  async #open(id) {
+    const found = await opened(id);
+    if (!found) { toast("This chat is no longer kept", true); heads = await kept.list(); changedList(); return; }
+    show(found);
+    this.editing = null;
+    this.list.close();
+    this.drawAll();
+  }
+
+  async #reread() {
+    heads = await kept.list();
+    const head = heads.find((each) => each.id === conversation.id);
+    if (head && head.updated > conversation.updated && !busy() && !this.editing) { const found = await kept.read(conversation.id); if (found) { show(found); this.drawAll(); } }
+    changedList();
+  }
+
+  #code() {
+    const pane = shownPanes()[0];
+    const draft = this.text.value || (path(pane).length ? "" : "Hello");
+    const body = this.#attempt(pane, () => bodyOf(pane.settings, [...path(pane), ...(draft ? [{ role: "user", text: draft }] : [])]));
+    if (body) program(body, this.context.session);
+  }
+
+  /** A dialog about a conversation: its title, exports, and its end. */
+  async #about(id) {
+    const found = await opened(id);
+    if (!found) return;
+    const title = h("input", { value: titleOf(found), maxlength: 200 });
+    const pane = found.panes[0];
+    const dialog = showDialog("Chat",
+      field("Title", title),
+      h("div", { class: "row" },
+        h("button", { type: "button", onclick: () => save(`${titleOf(found).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40)}.json`, { title: titleOf(found), exported: new Date().toISOString(), settings: pane.settings, messages: exported(path(pane)) }) }, "Export as JSON"),
+        h("button", { type: "button", onclick: () => { dialog.close(); const body = this.#attempt(pane, () => bodyOf(pane.settings, path(pane))); if (body) program(body, this.context.session); } }, "As a request"),
+        h("span", { class: "spacer" }),
+        h("button", { type: "button", class: "danger", onclick: async () => { dialog.close(); await this.#remove(found); } }, "Delete")));
+    title.addEventListener("change", () => { found.title = title.value.trim(); keep(found, 0); this.refresh(); });
+    title.addEventListener("keydown", (event) => { if (event.key === "Enter") { title.blur(); dialog.close(); } });
+  }
+
+  async #remove(found) {
+    if (!(await confirmed("Delete this chat?", `“${titleOf(found)}” is kept in this browser only.`, "Delete"))) return;
+    stopAll(found);
+    clearTimeout(waits.get(found.id));
+    await kept.remove(found.id);
+    heads = await kept.list();
+    if (found.id === conversation.id) this.#fresh();
+    else changedList();
+  }
+
+  async #removeAll() {
+    if (!(await confirmed("Delete all chats?", `${heads.length} are kept in this browser only.`, "Delete all"))) return;
+    for (const { conversation: each } of [...running.values()]) stopAll(each);
+    for (const { id } of heads) { clearTimeout(waits.get(id)); await kept.remove(id); }
+    heads = [];
+    this.#fresh();
+  }
+
+  #imported(messages, settings) {
+    const made = newConversation([{ ...newSettings(), ...settings }, newSettings()]);
+    let end = made.panes[0].root;
+    for (const each of messages) end = follow(end, each);
+    show(made);
+    keep(made, 0);
+    this.drawAll();
+  }
+
+  async #add(files) {
+    for (const each of files) {
+      const found = await readFile(each, this.#takesImages());
+      if (found.problem) toast(found.problem, true);
+      else this.attached.push(found);
+    }
+    this.refresh();
+    this.text.focus();
+  }
+
+  // --- keyboard ---
+
+  #key(event) {
+    if (document.querySelector("dialog[open]")) return;
+    const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
+    if (event.key === "Escape" && busy()) stopAll(conversation);
+    else if ((event.ctrlKey || event.metaKey) && event.shiftKey && event.key.toLowerCase() === "o") { event.preventDefault(); this.#fresh(); }
+    else if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) { event.preventDefault(); this.text.focus(); }
+  }
+
+  #commands() {
+    const { models } = this.context;
+    const last = path(shownPanes()[0]).findLast((turn) => turn.answer);
+    return [
+      { name: "New chat", keys: "Ctrl+Shift+O", run: () => this.#fresh() },
+      busy() && { name: "Stop the answer", keys: "Esc", run: () => stopAll(conversation) },
+      !busy() && last && { name: "Regenerate the answer", run: () => this.#regenerate(last) },
+      { name: "Write a message", keys: "/", run: () => this.text.focus() },
+      { name: "Search the chats", run: () => this.list.focus() },
+      { name: "Code of this chat: curl, Python, JSON", run: () => this.#code() },
+      last && { name: "Rename, export or delete this chat", run: () => this.#about(conversation.id) },
+      { name: conversation.compare ? "One side" : "Side by side", run: () => this.compare.click() },
+      ...models.map((each) => ({ name: `Model: ${each.id}`, run: () => { for (const pane of shownPanes()) pane.settings.model = each.id; keep(); this.drawAll(); } })),
+      ...heads.slice(0, 200).map((each) => ({ name: `Chat: ${each.title}`, run: () => this.#open(each.id) })),
+    ].filter(Boolean);
+  }
 }
-

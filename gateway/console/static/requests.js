@@ -58,10 +58,9 @@ export function render(root, { signal, argument, query, session }) {
   const space = h("div", { role: "rowgroup" });
   const list = h("div", { class: "list", role: "grid", tabindex: 0, "aria-label": "Requests; arrow keys choose one, Enter opens it" }, space);
   const head = h("div", { class: "list-head", "aria-hidden": "true" }, h("div"), COLUMNS.map(([name, title]) => h("div", { class: name }, title)));
+  const empty = h("div", { class: "empty", role: "status", hidden: true });
   const detail = h("aside", { class: "detail", hidden: true, tabindex: -1, "aria-label": "The request" });
-  const view = h("div", { class: "requests" }, h("header", null, h("h1", null, "Requests"), h("div", { class: "search" }, search), helped, h("div", { class: "chips", role: "group", "aria-label": "State" }, chips), count, help), h("div", { class: "rows" }, head, list), detail);
-  const empty = h("div", { class: "empty", hidden: true });
-  list.append(empty);
+  const view = h("div", { class: "requests" }, h("header", null, h("h1", null, "Requests"), h("div", { class: "search" }, search), helped, h("div", { class: "chips", role: "group", "aria-label": "State" }, chips), count, help), h("div", { class: "rows" }, head, list, empty), detail);
 
   const height = () => (narrow.matches ? 56 : 36);
   const here = () => `#/requests${!detail.hidden && opened ? `/${encodeURIComponent(opened)}` : ""}${search.value.trim() ? `?q=${encodeURIComponent(search.value.trim())}` : ""}`;
@@ -78,6 +77,7 @@ export function render(root, { signal, argument, query, session }) {
     if (location.hash !== here()) history.replaceState(null, "", here());
     count.textContent = rows.length === known.size ? `${number(known.size)} requests` : `${number(rows.length)} of ${number(known.size)}`;
     empty.hidden = rows.length > 0;
+    list.hidden = !rows.length;
     empty.classList.toggle("error", Boolean(problem));
     empty.textContent = problem || (known.size ? "No request fits the filter." : "No request yet. Send one from the playground; this list has those of this gateway.");
     list.setAttribute("aria-rowcount", rows.length + 1);

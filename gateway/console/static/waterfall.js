@@ -47,7 +47,7 @@ export function causes(time) {
 /** The same with the table folded. */
 export function foldedCauses(time) {
   const found = named(time);
-  return found.length ? h("details", { class: "causes" }, h("summary", null, `Where ${duration(sum(found))} went`, bar(found)), table(found)) : null;
+  return found.length ? h("details", { class: "causes" }, h("summary", null, `At the gateway ${duration(sum(found))}, by cause`, bar(found)), table(found)) : null;
 }
 
 /** A bar and a legend of causes by their shares, in per mille, as streaming reports them of its last requests. */

@@ -26,8 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from ....config import EngineConfig, ModelError, missing_model
 from ....text.context_length import longest_context
 from ....text.gguf_facts import LINK
-from ....text.model_folder import folder_of
-from ....text.pooling_config import embeds_only
+from ....text.model_folder import embeds_only, folder_of
 from .attention.carried import KeywordsLost, carry_keywords
 from .attention.interface import (
     IMPLEMENTATION,

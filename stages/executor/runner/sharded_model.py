@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....config import EngineConfig, ModelError, WeightsError
 from ....text.gguf_facts import LINK
-from ....text.model_folder import folder_of
-from ....text.pooling_config import embeds_only
+from ....text.model_folder import embeds_only, folder_of
 from .attention.interface import register_attention
 from .checkpoint import INDEX, WEIGHTS, tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim

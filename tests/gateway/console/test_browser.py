@@ -3,6 +3,7 @@ survive. Skipped where there is no Chromium."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,7 @@ from ...soaking import in_soak
 from ..fake import FakeEngine, chunk, completion, report
 from ..sampled import WORDS
 from ..served import listening
+from .attacks import ATTACKS
 from .pages import ConsolePage, chromium, console, needs_chromium
 
 pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -41,8 +43,54 @@ EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{7
 
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
-HAS = """name => JSON.parse(sessionStorage["console.chat"] ?? "null")
-    ?.panes[0].turns.some(turn => turn.answer?.[name])"""
+# Of the first answer, as the browser's database has it.
+HAS = """name => new Promise(resolve => {
+    const opening = indexedDB.open("console");
+    opening.onsuccess = () => {
+        const reading = opening.result.transaction("conversations");
+        const all = reading.objectStore("conversations").getAll();
+        all.onsuccess = () => {
+            opening.result.close();
+            resolve(Boolean(all.result[0]?.panes[0].root.children[0]?.children[0]?.answer[name]));
+        };
+    };
+})"""
+
+# The elements, attributes and links of each attack, whole, and growing by a few characters.
+DRAWN = """async attacks => {
+    const { Markdown } = await import(new URL("static/markdown.js", document.baseURI));
+    const found = { elements: new Set(), attributes: new Set(), links: new Set(), violations: 0 };
+    document.addEventListener("securitypolicyviolation", () => { found.violations += 1; });
+    for (const attack of attacks) {
+        for (const step of [attack.length, 7]) {
+            const markdown = new Markdown("Answer");
+            document.body.append(markdown.element);
+            for (let end = step; end < attack.length + step; end += step)
+                markdown.update(attack.slice(0, end), true);
+            markdown.update(attack, false);
+            for (const each of markdown.element.querySelectorAll("*")) {
+                found.elements.add(each.localName);
+                for (const name of each.getAttributeNames()) found.attributes.add(name);
+                if (each.href) found.links.add(each.protocol);
+                each.dispatchEvent(new MouseEvent("mouseover"));
+                each.dispatchEvent(new Event("focus"));
+            }
+        }
+    }
+    await new Promise(resolve => setTimeout(resolve, 100));
+    const { elements, attributes, links, violations } = found;
+    return { elements: [...elements], attributes: [...attributes], links: [...links], violations };
+}"""
+
+ELEMENTS = set(
+    re.findall(
+        r"\w+",
+        "a blockquote br button code div em figcaption figure h3 h4 h5 h6 hr li ol p pre s span "
+        "strong table tbody td th thead tr ul",
+    )
+)
+
+ATTRIBUTES = {"aria-label", "class", "href", "rel", "role", "tabindex", "target", "title", "type"}
 
 STAGES = {
     "admission": {"in_flight": 3},
@@ -167,6 +215,7 @@ async def test_a_tokens_alternatives_are_shown_by_pointer_and_by_keys(
         await page.open()
         await page.send("Hello")
         await page.answered()
+        await page.page.click("button:text-is('Tokens')")
         text = page.page.locator(".message.assistant .tokens:visible").last
         await text.locator("span").first.hover()
         assert "logprob -0.500" in await page.page.inner_text(".tip")
@@ -213,6 +262,69 @@ async def test_no_text_becomes_html(browser: Any, engine: FakeEngine) -> None:
             assert await page.page.evaluate("window.hacked") is None, view
             assert await page.page.locator("main img, main script, main iframe").count() == 0, view
         assert [each for each in page.said if "404" not in each] == []
+
+
+async def test_none_of_sixty_attacks_in_markdown_runs(browser: Any, engine: FakeEngine) -> None:
+    """Nor loads a file, leads elsewhere than to the web, or violates the policy."""
+    assert len(set(ATTACKS)) == 60
+    async with gateway(engine) as (url, _, _), console(browser, url) as page:
+        asked: list[str] = []
+        await page.open()
+        page.page.on("request", lambda request: asked.append(request.url))
+        found = await page.page.evaluate(DRAWN, ATTACKS)
+        assert set(found["elements"]) <= ELEMENTS
+        assert set(found["attributes"]) <= ATTRIBUTES
+        assert set(found["links"]) <= {"https:", "http:", "mailto:"}
+        assert found["violations"] == 0
+        assert await page.page.evaluate("window.hacked") is None
+        assert await page.page.locator("main img, main script, main iframe").count() == 0
+        assert [each for each in asked if not each.startswith(url)] == []
+        assert page.said == []
+
+
+async def test_a_turn_is_regenerated_edited_and_left_out_if_it_failed(
+    browser: Any, engine: FakeEngine
+) -> None:
+    """Each version stays beside the others; an error of a setting stands at its field."""
+
+    def prompt() -> str:
+        return WORDS.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
+
+    async with gateway(engine) as (url, _, _), console(browser, url) as page:
+        tab = page.page
+        await page.open()
+        await page.send("First")
+        await page.answered()
+        engine.outputs = speaking("Rain.")
+        await tab.click("[aria-label=Regenerate]")
+        await tab.wait_for_selector(".assistant .versions:has-text('2/2')")
+        assert await page.answered() == "Rain."
+        await tab.click("[aria-label='Edit and send again']")
+        await tab.fill(".editing textarea", "Second")
+        await tab.keyboard.press("Enter")
+        await tab.wait_for_selector(".user .versions:has-text('2/2')")
+        assert await page.answered() == "Rain."
+        assert "Second" in prompt()
+        assert "First" not in prompt()
+        await page.send("word " * 3000)
+        await tab.wait_for_selector(".notice.bad:has-text('left out of the next call')")
+        await page.send("Third")
+        await page.answered(3)
+        assert "Rain." in prompt()
+        assert "word" not in prompt()
+        await tab.click("header button:has-text('New chat')")
+        await tab.get_by_label("Answer as").select_option("json_schema")
+        schema = tab.get_by_label("JSON schema")
+        assert '"type": "object"' in await schema.input_value(), "the example is a value"
+        await schema.fill("{no")
+        await page.send("Fourth")
+        await tab.wait_for_selector(".field:has([data-setting=schema]) .error")
+        await tab.fill("[aria-label='Search chats']", "third")
+        await tab.click(".chat-row button:has-text('Second')")
+        await tab.wait_for_selector(".user:has-text('Third')")
+        await tab.reload()
+        await tab.wait_for_selector(".user:has-text('Third')")
+        assert [each for each in page.said if "400" not in each] == []
 
 
 async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(
@@ -265,6 +377,7 @@ async def test_filters_are_fields_and_numbers_and_an_unknown_one_says_so(
     async with gateway(engine) as (url, _, _), console(browser, url) as page:
         await page.open("requests?q=stat%3Afailed")
         await page.page.wait_for_selector(".empty:has-text('There is no filter “stat”')")
+        assert await page.violations() == []
         found = await page.page.evaluate(FITS, [*fit, *unfit, *wrong])
     assert found == [True] * len(fit) + [False] * len(unfit) + list(wrong.values())
 

@@ -134,7 +134,7 @@ async def test_an_adapter_and_an_image_with_the_bundled_vision_model(tmp_path: P
             assert await page.answered()
             shown = await page.page.locator(".message.user img").last.get_attribute("src")
             assert base64.b64decode(str(shown).partition(",")[2]) == picture()
-            await page.page.click("button:text-is('New chat')")
+            await page.page.click("header button:has-text('New chat')")
         await page.open("operations")
         await row.locator("button:text-is('Unload')").click()
         await row.wait_for(state="detached")

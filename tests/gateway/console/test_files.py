@@ -15,7 +15,8 @@ from nano_inference.gateway.console.files import INDEX, POLICY
 from ..fake import Client, FakeEngine, app_of, http_of
 
 STATIC = Path(__file__).parents[3] / "gateway" / "console" / "static"
-OWN = [each for each in STATIC.glob("*.js") if not each.name.startswith("uPlot")]
+LIBRARIES = ("uPlot", "markdown-it")
+OWN = [each for each in STATIC.glob("*.js") if not each.name.startswith(LIBRARIES)]
 
 MOST_BYTES = 400_000
 
@@ -85,7 +86,7 @@ def test_nothing_is_inline_and_nothing_comes_from_elsewhere() -> None:
     assert re.findall(r"<script(?![^>]*\bsrc=)", page) == []
     assert re.findall(r"<style|\sstyle=|\son\w+=|javascript:", page) == []
     for each in STATIC.iterdir():
-        if each.suffix in (".html", ".css", ".js") and not each.name.startswith("uPlot"):
+        if each.suffix in (".html", ".css", ".js") and not each.name.startswith(LIBRARIES):
             found = set(re.findall(r"""["'(](?:https?:)?//[^"')\s]+""", each.read_text()))
             assert found <= {'"http://www.w3.org/2000/svg'}, each.name
 
@@ -105,9 +106,13 @@ def test_each_module_is_there() -> None:
             assert (STATIC / name).is_file(), f"{each.name} imports {name}"
 
 
-def test_the_chart_library_has_its_licence() -> None:
-    assert "MIT" in (STATIC / "uPlot.LICENSE").read_text()
-    assert (STATIC / "uPlot.iife.min.js").read_text().startswith("/*! https://github.com/leeoniya")
+def test_each_library_has_its_licence() -> None:
+    for name, licence in (
+        ("uPlot.iife.min.js", "uPlot"),
+        ("markdown-it.umd.min.js", "markdown-it"),
+    ):
+        assert "Permission is hereby granted" in (STATIC / f"{licence}.LICENSE").read_text()
+        assert "https://github.com/" in (STATIC / name).read_text().partition("*/")[0]
 
 
 def test_errors_are_those_of_the_documentation() -> None:

@@ -23,9 +23,10 @@ from nano_inference.telemetry.instruments import (
     GATEWAY_IN_FLIGHT,
     HTTP_DURATION,
     MODEL_CALL_DURATION,
+    OPERATION_DURATION,
 )
 
-from ..fake import Client, FakeEngine, app_of, http_of, refused
+from ..fake import Client, FakeEngine, app_of, chunk, http_of, refused
 from ..recorded import Recorded, ids
 
 TRACE, SPAN = "a" * 32, "b" * 16
@@ -214,6 +215,20 @@ async def test_client_errors_are_no_span_errors(
     failed = status == 500
     assert span.status.is_unset != failed
     assert span.attributes[names.ERROR_TYPE] == code
+
+
+async def test_a_stream_that_fails_is_an_error_with_its_code(
+    http: Client, recorded: Recorded
+) -> None:
+    failed = refused("lane_failed")
+    http.engine.outputs = lambda request: [chunk(request), *failed(request)]
+    await http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+    (span,) = recorded.spans()
+    assert not span.status.is_unset
+    assert span.attributes[names.ERROR_TYPE] == "lane_failed"
+    assert span.attributes[names.TIME_TO_FIRST_CHUNK] > 0
+    measured = recorded.values(OPERATION_DURATION)
+    assert measured == {("chat", "nano-inference", "tiny", "lane_failed"): 1}
 
 
 # --- metrics ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import msgspec
 from .base import Range
 from .errors import ParameterError
 from .quoting import is_unicode, shown
+from .wrong_values import told_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
@@ -30,10 +31,10 @@ def check_type(name: str, value: Any, kind: Any, allowed: Range | None) -> None:
     except (msgspec.ValidationError, TypeError) as error:
         code = f"invalid_{name}" if allowed else "invalid_request"
         if allowed and isinstance(value, int | float) and not allowed.holds(value):
-            wrong, wanted = f"{name} is {shown(value)}", f"it must be {allowed.wanted}"
-            raise ParameterError(wrong, wanted, param=name, code=code) from None
-        from .wrong_values import told_of
-
+            limit = f"it must be {allowed.wanted}"
+            raise ParameterError(
+                f"{name} is {shown(value)}", limit, param=name, code=code
+            ) from None
         raise ParameterError(told_of(error, name, value), param=name, code=code) from None
 
 

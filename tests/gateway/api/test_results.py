@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,11 +13,13 @@ from typing import Any
 import httpx
 import pytest
 from msgspec.structs import replace
+from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 
+from nano_inference.bus import open_bus
 from nano_inference.bus.memory.results import MemoryResults
 from nano_inference.bus.public import Completion, ErrorInfo, GenerateRequest, Output, Recipe
-from nano_inference.config import load_config
+from nano_inference.config import BusConfig, load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.server.server import HttpServer
 
@@ -215,3 +220,48 @@ async def test_named_requests_have_no_tag(place: Place) -> None:
     ):
         answer = await place.http.post(path, json=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_tag")
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+async def test_ten_thousand_results_come_once_each_over_cuts(
+    place: Place, redis_url: str, soak: bool
+) -> None:
+    """On one connection at a time, cut in the middle of a read, while results go on to end; the
+    short form has 300."""
+    number, cuts = (10_000, 50) if soak else (300, 6)
+    key, prefix = await place.key("acme"), f"test-{uuid.uuid4().hex[:8]}"
+    config = BusConfig(url=redis_url, prefix=prefix, results_maxlen=4 * number)
+    writer, reader = (open_bus(config, frozenset()) for _ in range(2))
+    place.engine.bus.results = reader.results  # type: ignore[assignment]
+
+    async def end_all() -> None:
+        for first in range(0, number, 50):
+            names = [f"acme/job-{n}" for n in range(first, first + 50)]
+            foreign = [f"beta/{n}" for n in range(first, first + 50)]
+            await writer.results.deliver(
+                [
+                    (each, [Completion(request_id=each, entry_id="1-1", status="done")])
+                    for each in (*names, *foreign)
+                ]
+            )
+
+    found: list[str] = []
+    async with place.sse("prefix=job-", key) as events:
+        position = (await anext(events))["position"]
+    ending = asyncio.create_task(end_all())
+    for cut in range(cuts):
+        follow = place.websocket if cut % 2 else place.sse
+        async with follow("prefix=job-", key, position) as events:
+            await anext(events)
+            while len(found) < number * (cut + 1) // cuts:
+                event = await anext(events)
+                position = event["position"]
+                found.append(event["result"]["request_id"])
+    await ending
+    assert Counter(found) == Counter(f"job-{n}" for n in range(number))
+    await writer.aclose()
+    await reader.aclose()
+    async with Redis.from_url(redis_url) as redis:
+        async for name in redis.scan_iter(f"*{prefix}*"):
+            await redis.delete(name)

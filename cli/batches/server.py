@@ -18,7 +18,8 @@ from ..requests import Template, template
 from ..terminal import complain, date, harmless, one_line, print_json, print_table
 from .calls import server_address
 from .client import BatchClient
-from .commands import Endpoint, IdColumn, In, Model, RowText, app, maker_of, takes_batch_options
+from .commands import Endpoint, IdColumn, In, Model, RowText, maker_of, takes_batch_options
+from .commands import app as app
 from .journal import replaced
 from .lines import LineMaker
 from .rows import JSON_LINES, format_of

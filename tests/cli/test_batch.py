@@ -147,7 +147,7 @@ def test_a_line_that_can_not_be_sent_is_an_error_line(
     out = tmp_path / "out.jsonl"
     ran = batch(written(tmp_path / "in.jsonl", *lines), out)
     assert ran.status == 1
-    assert "7 of 7 lines are answered, 5 of them errors" in ran.stderr
+    assert "7 of 7 lines are answered, 5 of them errors (--again" in ran.stderr
     found = answers(out)
     assert [id for id, each in found.items() if each["error"]] == ["1", "b", "6", "e"]
     assert found["c"]["response"]["status_code"] == 400

@@ -412,7 +412,11 @@ class ServerClient:
                 done = isinstance(output, Completion)
                 yield output
         if not done:
-            raise RequestError(f"{self.url} ended before its answer did", code="connection_lost")
+            raise RequestError(
+                f"{self.url} ended before its answer did",
+                code="connection_lost",
+                remedy="send it again",
+            )
 
     async def cancel(self, request_id: str) -> None:
         """See PipelineClient."""

@@ -109,12 +109,10 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
             # Without the value, which may be a password in the wrong place.
-            scheme, is_url, _ = self.url.partition("://")
             raise ConfigError(
-                f"bus.url has {f'the scheme {scheme!r:.40}' if is_url else 'no scheme'}",
-                "it must be 'memory' or a URL that starts with redis://, rediss://, unix://, "
+                f"bus.url has {'another scheme' if '://' in self.url else 'no scheme'}",
+                "it must be 'memory', or begin with redis://, rediss://, unix://, "
                 "redis+sentinel:// or redis+cluster://",
-                "write redis://HOST:PORT",
             )
         self.require(
             "prefix",
@@ -409,10 +407,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
             section, _, name = dotted.partition(".")
             known = type(getattr(self, section)).__struct_fields__
             if name not in known:
-                raise ConfigError(
-                    f"models: {model.id!r} sets {dotted!r:.80}, which is no setting",
-                    remedy="leave it out, or correct its name",
-                )
+                raise ConfigError(f"models: {model.id!r} sets {dotted!r:.80}; it must be a setting")
             tree[section][name] = value
         try:
             return msgspec.convert(tree, Config)

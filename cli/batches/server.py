@@ -18,7 +18,8 @@ from ..requests import Template, template
 from ..terminal import complain, date, harmless, one_line, print_json, print_table
 from .calls import server_address
 from .client import BatchClient
-from .commands import Endpoint, IdColumn, In, Model, RowText, app, maker_of, takes_batch_options
+from .commands import Endpoint, IdColumn, In, Model, RowText, maker_of, takes_batch_options
+from .commands import app as app
 from .journal import replaced
 from .lines import LineMaker
 from .rows import JSON_LINES, format_of
@@ -60,8 +61,12 @@ def submit(
     async def begin(client: BatchClient) -> str:
         maker.model = model or await client.check()
         with tempfile.TemporaryFile() as file:
-            path = _write_calls(maker, file)
-            file.seek(0)
+            try:
+                path = _write_calls(maker, file)
+                file.seek(0)
+            except OSError as error:
+                folder = tempfile.gettempdir()
+                raise ConfigError(f"can't write in {folder}: {error.strerror or error}") from None
             uploaded = await client.upload(f"{source.stem}.jsonl", file)
         body = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": window}
         return str((await client.batches(body=body))["id"])

@@ -17,7 +17,7 @@ from nano_inference.config import load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 
-from .environments import FOLDER, FOR_NODE, PACKAGES, run
+from .environments import FOLDER, FOR_NODE, FOR_TOOLCHAINS, PACKAGES, WORKERS, run
 
 # What each prints, line by line, as far as it does not depend on the library.
 CURL = ['"content":"12"', r"data: \[DONE\]", '"status":"completed"', '"text":"12"']
@@ -86,7 +86,9 @@ async def vision_url() -> AsyncIterator[str]:
 
 async def test_every_program_is_tried_and_listed() -> None:
     programs = {path.name for path in FOLDER.iterdir()} - {"README.md", "tasks"}
-    assert programs == {"curl.sh", *HERE, IMAGES, *ABOUT_IMAGES, *PACKAGES, *FOR_NODE}
+    on_the_bus = {*WORKERS, *(client for client, _ in FOR_TOOLCHAINS.values())}
+    at_gateway = {"curl.sh", *HERE, IMAGES, *ABOUT_IMAGES, *PACKAGES, *FOR_NODE}
+    assert programs == at_gateway | on_the_bus
     listed = re.findall(r"^\| \[(.+?)\]\(\1\) \|", (FOLDER / "README.md").read_text(), re.M)
     assert set(listed) == programs
 

@@ -6,6 +6,7 @@ Imported only where such servers are configured. docs/tools.md.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import httpcore2
 import httpx2
 import msgspec
 from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult, EmbeddedResource, TextContent, TextResourceContents, Tool
 
@@ -23,6 +25,7 @@ from ...config import ConfigError, McpConfig, NanoInferenceError, RequestError, 
 from ...config.logger import get_logger
 from ...media.addresses import UrlRules, check_url
 from ...media.fetch import CheckedBackend, Resolve
+from .tools import result_text
 
 # The library logs URLs, which may hold secrets.
 for _each in ("mcp", "client"):
@@ -114,6 +117,11 @@ class Outcome(NamedTuple):
     text: str
     error: dict[str, Any] | None = None
 
+    @property
+    def for_model(self) -> str:
+        """The text of the result or of the error, as the model reads it."""
+        return result_text(self.text, self.error)
+
 
 class Connection:
     """An open connection to a server."""
@@ -197,10 +205,12 @@ async def connected(
     failure: BaseException | None = None
     try:
         async with AsyncExitStack() as stack:
-            transport: Any = StdioServerParameters(
-                command=server.command, args=server.args, env=server.env, cwd=server.cwd
-            )
-            if server.url:
+            if server.command:
+                command = StdioServerParameters(
+                    command=server.command, args=server.args, env=server.env, cwd=server.cwd
+                )
+                transport = stdio_client(command, sys.__stderr__ or sys.stderr)
+            else:
                 http = httpx2.AsyncClient(
                     transport=_LimitedTransport(config, rules, name, resolve),
                     headers={"Accept-Encoding": "identity"} | server.headers,

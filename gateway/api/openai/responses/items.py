@@ -13,7 +13,7 @@ from ....server.http import field_error
 from ....serving.chat_templates import Turn
 from ....serving.fields import ignore, read_part
 from ....serving.sealed import unseal
-from ....serving.tools import DirectCaller, tool_call
+from ....serving.tools import DirectCaller, result_text, tool_call
 from ..bodies import OpenAIMessage
 from ..custom_tools import INPUT
 from ..messages import THOUGHTS, arguments_of, content_of, turn_of
@@ -390,21 +390,6 @@ _BUILT_IN = frozenset(
 """The types of items of built-in tools, which are left out like the tools themselves."""
 
 
-def mcp_result(item: Item) -> str:
-    """Return the result of an MCP server's call, as the model reads it."""
-    error = item["error"]
-    if not error:
-        return str(item["output"] or "")
-    if isinstance(error, str):
-        return f"Error: {error}"
-    if "message" in error:
-        return f"Error: {error['message']}"
-    content = error.get("content")
-    parts = content if isinstance(content, list) else []
-    texts = (str(part.get("text", "")) for part in parts if isinstance(part, dict))
-    return "\n".join(["Error:", *texts])
-
-
 # --- turns for a chat template ------------------------------------------------------------------
 
 
@@ -445,7 +430,11 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
             case "mcp_call":
                 name = flat_name(item["name"], item["server_label"])
                 calls.append(tool_call(item["id"], name, item["arguments"]))
-                result: Turn = {"role": "tool", "content": mcp_result(item), "name": name}
+                result: Turn = {
+                    "role": "tool",
+                    "content": result_text(item["output"], item["error"]),
+                    "name": name,
+                }
                 results.append(result | {"tool_call_id": item["id"]})
             case "reasoning":
                 end_turn_if_begun()

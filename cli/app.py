@@ -21,6 +21,7 @@ from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from . import admin, dlq, local, models, operations
+from .batches import server as batches
 from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
@@ -80,6 +81,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "chat": chat,
         "complete": complete,
         "cancel": cancel,
+        "batch": batches.app,
         "models": models.app,
         "launch": launch,
     },

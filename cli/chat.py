@@ -301,7 +301,7 @@ class _Chat:
         """Answer the last question again."""
         asked = [n for n, each in enumerate(self._messages) if each["role"] == "user"]
         if not asked:
-            raise ConfigError("there is no question yet")
+            raise ConfigError("there is no question yet; write one first")
         if not self.template.get("sampling", {}).get("temperature"):
             _note("at temperature 0 the answer is the same; chat --temperature 0.7 varies it")
         before = self._messages[asked[-1] :]
@@ -320,7 +320,7 @@ class _Chat:
         except FileExistsError:
             raise ConfigError(f"{path} exists; give another name") from None
         except OSError as error:
-            raise ConfigError(f"can't write {path}: {error.strerror}") from None
+            raise ConfigError(f"can't write {path}: {error.strerror}; name another") from None
         with open(file, "wb") as opened:
             opened.write(msgspec.json.format(content) + b"\n")
         self._saved = path
@@ -331,11 +331,18 @@ class _Chat:
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_Conversation).messages
         except OSError as error:
-            raise ConfigError(f"can't read {path}: {error.strerror}") from None
+            raise ConfigError(
+                f"can't read {path}: {error.strerror}", remedy="give a readable file"
+            ) from None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} has no conversation: {error}") from None
+            raise ConfigError(
+                f"{path} has no conversation: {error}", remedy="give a file that /save has written"
+            ) from None
         if not all("role" in each for each in found):
-            raise ConfigError(f"{path} has no conversation: a message has no role")
+            raise ConfigError(
+                f"{path} has no conversation: a message has no role",
+                remedy="give a file that /save has written",
+            )
         systems = [str(each.get("content")) for each in found if each["role"] == "system"]
         self.system = "\n".join(systems)
         self._messages = [from_server(each) for each in found if each["role"] != "system"]

@@ -50,7 +50,8 @@ def told_of(error: Exception, what: str = "", found: Any = _UNKNOWN, values: str
     path = path.strip(".").replace(".[", "[")
     if field := _FIELD.match(text):
         name = f"{path}.{field_name(field[2])}".lstrip(".")
-        return f"{name} is missing" if field[1][0] == "m" else f"{name} is not known here"
+        missing = field[1][0] == "m"
+        return f"{name} is {'missing; add it' if missing else 'not known here; leave it out'}"
     if invalid := _INVALID.match(text):
         may_be = f"it may be {values}" if values else "it must be another one"
         return f"{path or 'the value'} is {shown(invalid[1][1:-1])}; {may_be}"

@@ -28,13 +28,16 @@ from .api.kserve.service import KServe
 from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
 from .api.openai.batches import batch_routes
 from .api.openai.files import file_routes, takes_files
+from .api.openai.uploads import upload_routes
 from .api.replays import ReplayCalls
 from .api.requests import RequestCalls
+from .api.results import ResultCalls
 from .api.routes import PolicyRoute
 from .api.sglang import sglang_routes
 from .api.token_trees import TokenTreeCalls
 from .batches.files import Files
 from .batches.runner import BatchRunner
+from .batches.uploads import Uploads
 from .call import Call, ClientLeft
 from .console.feed import Feed
 from .console.routes import console_routes
@@ -187,7 +190,8 @@ class GatewayApp(Application):
             lambda: kserve.readiness.draining,
             config.gateway.max_body_bytes,
         )
-        own += file_routes(files, store.batches)
+        own += [*file_routes(files, store.batches), *upload_routes(Uploads(files))]
+        own += ResultCalls(client, config.gateway.comment_s, kserve.readiness, services).routes()
         own += [*batch_routes(self.batches), *anthropic.batch_routes(self.batches)]
         super().__init__([*own, *routes], chain, measures, config.gateway)
         self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls

@@ -9,7 +9,7 @@ the gateway that holds it, and another one takes the segment over.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,7 +18,10 @@ from .files import Piece
 from .records import Command, Records, readable
 from .redis.keys import Keys
 
-_STATE, _DONE, _LIVE = b"state", b"done:", b"live:"
+_STATE, _DONE, _LIVE, _PIECE = b"state", b"done:", b"live:", b"piece:"
+
+_FORGOTTEN_S = 86_400
+"""Time to live of a batch that is written to after it was deleted."""
 
 Status = Literal[
     "validating",
@@ -129,12 +132,14 @@ class StoredBatch(NamedTuple):
         raw: The state's encoding, which the next write compares.
         done: The results of its segments, by number.
         live: Of segments in progress, the lines with an answer and those with an error.
+        blobs: The blobs that were written for its results, whether they count or not.
     """
 
     state: BatchState
     raw: bytes
     done: Mapping[int, SegmentResult]
     live: Mapping[int, tuple[int, int]]
+    blobs: frozenset[str]
 
     @property
     def completed(self) -> int:
@@ -171,17 +176,19 @@ class BatchStore:
             ttl_s: Seconds after which it is forgotten, finished or not.
         """
         key, listed = self._keys.batch(state.id), self._keys.batches(state.tenant)
+        # First: on a cluster the lists are on other servers, and their readers look for the state.
+        await self._records.run_all(
+            [("HSET", key, _STATE, msgspec.json.encode(state)), ("EXPIRE", key, ttl_s)]
+        )
         await self._records.run_all(
             [
-                ("HSET", key, _STATE, msgspec.json.encode(state)),
-                ("EXPIRE", key, ttl_s),
                 ("HSET", listed, state.id, state.created_s),
                 ("ZADD", self._keys.open_batches, "GT", state.created_s, state.id),
             ]
         )
 
     async def read(self, batch_id: str) -> StoredBatch | None:
-        """Return a batch; None if it is unknown or forgotten."""
+        """Return a batch; None if it is unknown, forgotten, or of another version."""
         return _stored(await self._records.run("HGETALL", self._keys.batch(batch_id)))
 
     async def listed(self, tenant: str) -> list[StoredBatch]:
@@ -190,10 +197,10 @@ class BatchStore:
         made = await self._records.run("HGETALL", listed)
         ids = sorted(made, key=lambda each: (int(made[each]), each), reverse=True)
         commands: list[Command] = [("HGETALL", self._keys.batch(each.decode())) for each in ids]
-        found = [_stored(fields) for fields in await self._records.run_all(commands)]
-        if gone := [each for each, batch in zip(ids, found, strict=True) if batch is None]:
+        found = await self._records.run_all(commands)
+        if gone := [each for each, fields in zip(ids, found, strict=True) if _STATE not in fields]:
             await self._records.run("HDEL", listed, *gone)
-        return [batch for batch in found if batch is not None]
+        return [batch for fields in found if (batch := _stored(fields)) is not None]
 
     async def unfinished(self, most: int) -> list[str]:
         """Return the ids of unfinished batches, those first that were made first."""
@@ -202,8 +209,14 @@ class BatchStore:
         return [each.decode() for each in found]
 
     async def close(self, batch_id: str) -> None:
-        """Take a batch from the unfinished ones."""
-        await self._records.run("ZREM", self._keys.open_batches, batch_id)
+        """Take a batch from the unfinished ones, if it has ended or was forgotten.
+
+        One that this version can't read stays, for a gateway of the version that wrote it.
+        """
+        raw = await self._records.run("HGET", self._keys.batch(batch_id), _STATE)
+        state = None if raw is None else readable(_decode, raw, "batch")
+        if raw is None or (state is not None and state.status in ENDED):
+            await self._records.run("ZREM", self._keys.open_batches, batch_id)
 
     async def replace(self, known: StoredBatch, state: BatchState) -> StoredBatch | None:
         """Replace a batch's state if it is still the known one; None if it may have changed.
@@ -245,18 +258,30 @@ class BatchStore:
             msgspec.json.encode((completed, failed)),
         )
         lease: Command = ("EXPIRE", self._keys.segment(batch_id, number), lease_s)
-        await self._records.run_all([lease, live] if completed or failed else [lease])
+        kept: Command = ("EXPIRE", self._keys.batch(batch_id), _FORGOTTEN_S, "NX")
+        await self._records.run_all([lease, live, kept] if completed or failed else [lease])
 
     async def release(self, batch_id: str, number: int) -> None:
         """Give up a lease that the caller holds."""
         await self._records.run("DEL", self._keys.segment(batch_id, number))
 
+    async def note_blobs(self, batch_id: str, names: Sequence[str]) -> None:
+        """Record blobs before they are written for a batch's results, so that those that a killed
+        gateway leaves are deleted with the batch's end."""
+        key = self._keys.batch(batch_id)
+        noted: list[Command] = [("HSET", key, _PIECE + name.encode(), b"") for name in names]
+        await self._records.run_all([*noted, ("EXPIRE", key, _FORGOTTEN_S, "NX")])
+
     async def finish(self, batch_id: str, number: int, result: SegmentResult) -> bool:
         """Record a segment's result unless it has one; return whether this one counts."""
         field, raw = _DONE + b"%d" % number, msgspec.json.encode(result)
         key = self._keys.batch(batch_id)
-        added, kept = await self._records.run_all(
-            [("HSETNX", key, field, raw), ("HGET", key, field)]
+        added, kept, _ = await self._records.run_all(
+            [
+                ("HSETNX", key, field, raw),
+                ("HGET", key, field),
+                ("EXPIRE", key, _FORGOTTEN_S, "NX"),
+            ]
         )
         # A write whose reply was lost finds its own result.
         return bool(added) or kept == raw
@@ -280,4 +305,5 @@ def _stored(fields: Mapping[bytes, bytes]) -> StoredBatch | None:
         and (number := int(field.removeprefix(_LIVE))) not in done
         and (counts := readable(_decode_live, value, "batch")) is not None
     }
-    return StoredBatch(state, raw, done, live)
+    names = (field.removeprefix(_PIECE).decode() for field in fields if field.startswith(_PIECE))
+    return StoredBatch(state, raw, done, live, frozenset(names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -150,12 +150,49 @@ def call_id(state: BatchState, number: int) -> str:
     return f"{state.id}-{number}"
 
 
-def lines_of(content: bytes) -> Iterator[bytes]:
+class LineText(NamedTuple):
+    """A line as it is in a file.
+
+    Attributes:
+        start, stop: Its place in the file, in bytes, its end of line included.
+        content: Its bytes. A line that is too long to be run is cut off, so that no file takes more
+            memory than its longest line that may be run.
+    """
+
+    start: int
+    stop: int
+    content: bytes
+
+
+async def lines_of(parts: AsyncIterable[bytes], max_bytes: int) -> AsyncIterator[LineText]:
     """Yield the lines of a file, or of a part of it that begins and ends with lines. Blank ones
-    don't count."""
-    for text in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
-        if not text.isspace() and text:
-            yield text
+    don't count. Of a line with more than `max_bytes` at least one byte more is yielded."""
+    start, length, kept = 0, 0, bytearray()
+    async for part in parts:
+        at = 0
+        while (end := part.find(b"\n", at)) >= 0:
+            stop = start + length + end + 1 - at
+            if text := _unmarked(bytes(kept) + part[at:end], start):
+                yield LineText(start, stop, text)
+            start, length, at = stop, 0, end + 1
+            kept.clear()
+        length += len(part) - at
+        kept += part[at : at + max(0, max_bytes + 1 - len(kept))]
+    if text := _unmarked(bytes(kept), start):
+        yield LineText(start, start + length, text)
+
+
+def _unmarked(text: bytes, start: int) -> bytes:
+    """Return a line without the file's byte order mark; b"" for a blank one."""
+    if not start:
+        text = text.removeprefix(b"\xef\xbb\xbf")
+    return b"" if text.isspace() else text
+
+
+def too_long(number: int, max_bytes: int) -> Line:
+    """Return the line in place of one that is too long to be run."""
+    why = f"the line has more than {max_bytes} bytes, which is the most (gateway.max_body_bytes)"
+    return Line(number, "", None, RequestError(why, "shorten it", code="request_too_large"))
 
 
 class _Prefix(msgspec.Struct):

@@ -41,7 +41,7 @@ from ..caller import Caller
 from ..server.http import DEFAULT_RETRY_S, Answered
 from ..serving.begun_calls import name_of_key
 from .files import Files
-from .lines import FORMATS, Line, LineFormat, Unrun, call_id, lines_of, prefix_of
+from .lines import FORMATS, Line, LineFormat, Unrun, call_id, lines_of, prefix_of, too_long
 from .validation import scan
 
 T = TypeVar("T")
@@ -52,8 +52,17 @@ LOOK_S = 1.0
 SEGMENTS = 2
 """Segments of a batch that a gateway has at once: the next one's lines fill the last one's gaps."""
 
-MOST_BATCHES = 32
+MOST_BATCHES = 64
 """Batches that a gateway runs at once."""
+
+MOST_OF_TENANT = 8
+"""Batches of a tenant that a gateway runs at once, so that those of others run, too."""
+
+MOST_LISTED = 4096
+"""Unfinished batches among which a gateway looks for those that it runs."""
+
+PURGE_S = 60.0
+"""Period in which expired files are deleted."""
 
 _WHOLE = -1
 _RETRIED = (429, 503)
@@ -65,14 +74,16 @@ class _Running:
     """A batch that this gateway runs.
 
     Attributes:
-        stop: Why its lines run no further; None while they do.
+        stop: Why its lines run no further; None while they do. "left": other gateways run them.
+        away: Whether the bus could not be reached at the last look.
         scopes: The work of its segments, ended by `stop`.
         taken: The segments that this gateway computes.
         changed: Set when a segment has ended, so that another one is taken at once.
     """
 
     state: BatchState
-    stop: Unrun | None = None
+    stop: Unrun | Literal["left"] | None = None
+    away: bool = False
     scopes: set[anyio.CancelScope] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
     changed: anyio.Event = field(default_factory=anyio.Event)
@@ -110,6 +121,7 @@ class BatchRunner:
     def __post_init__(self) -> None:
         self._owner = uuid.uuid4().hex
         self._running: dict[str, _Running] = {}
+        self._tenants: dict[str, str] = {}
         self._slots = anyio.Semaphore(max(1, self.config.max_in_flight))
         self._woken = anyio.Event()
 
@@ -121,14 +133,15 @@ class BatchRunner:
         """Run batches until the bus is closed."""
         if not self.config.max_in_flight:
             return
-        away = False
+        away, purged_s = False, time.monotonic()
         async with anyio.create_task_group() as group:
             while True:
                 try:
                     if not self.stopping():
-                        for batch_id in await self.store.unfinished(MOST_BATCHES):
-                            if batch_id not in self._running:
-                                await self._begin(batch_id, group)
+                        await self._begin_more(group)
+                    if time.monotonic() - purged_s > PURGE_S:
+                        purged_s = time.monotonic()
+                        await self.files.purge()
                     away = False
                 except ChannelClosed:
                     group.cancel_scope.cancel()
@@ -144,27 +157,36 @@ class BatchRunner:
             await self._woken.wait()
         self._woken = anyio.Event()
 
-    async def _begin(self, batch_id: str, group: TaskGroup) -> None:
-        stored = await self.store.read(batch_id)
-        if stored is None:
-            await self.store.close(batch_id)
-            return
-        running = self._running[batch_id] = _Running(stored.state)
-        group.start_soon(self._run, running)
+    async def _begin_more(self, group: TaskGroup) -> None:
+        """Begin to run unfinished batches as far as there is room, the oldest first."""
+        listed = await self.store.unfinished(MOST_LISTED)
+        self._tenants = {each: self._tenants[each] for each in listed if each in self._tenants}
+        of_tenant = Counter(self._tenants[each] for each in self._running if each in self._tenants)
+        for batch_id in listed:
+            if len(self._running) >= MOST_BATCHES:
+                return
+            known = self._tenants.get(batch_id)
+            if batch_id in self._running or of_tenant[known or ""] >= MOST_OF_TENANT:
+                continue
+            if (stored := await self.store.read(batch_id)) is None:
+                await self.store.close(batch_id)
+                continue
+            tenant = self._tenants[batch_id] = stored.state.tenant
+            if of_tenant[tenant] < MOST_OF_TENANT:
+                of_tenant[tenant] += 1
+                running = self._running[batch_id] = _Running(stored.state)
+                group.start_soon(self._run, running)
 
     async def _run(self, running: _Running) -> None:
         batch_id = running.state.id
         try:
             async with anyio.create_task_group() as group:
-                while await self._advance(running, group):
+                while await self._look(running, group):
                     with anyio.move_on_after(LOOK_S):
                         await running.changed.wait()
                     running.changed = anyio.Event()
         except* ChannelClosed:
             pass
-        except* BusError as errors:
-            # Looked at again, with what is recorded by then.
-            get_logger().warning("batch_interrupted", batch=batch_id, error=str(errors))
         except* Exception as errors:  # noqa: BLE001
             # Another batch goes on; this one is tried again.
             get_logger().error("batch_failed", batch=batch_id, exc_info=errors)
@@ -172,11 +194,29 @@ class BatchRunner:
         finally:
             self._running.pop(batch_id, None)
 
+    async def _look(self, running: _Running, group: TaskGroup) -> bool:
+        """Do as `_advance`. While the bus is away, lines in flight go on."""
+        try:
+            going_on = await self._advance(running, group)
+        except ChannelClosed:
+            raise
+        except BusError as error:
+            if not running.away:
+                get_logger().warning("batch_waits", batch=running.state.id, error=str(error))
+            running.away = True
+            return True
+        running.away = False
+        return going_on
+
     async def _advance(self, running: _Running, group: TaskGroup) -> bool:
         """Do what a batch's state needs; return whether to look at it again."""
+        if self.stopping():
+            # Another gateway goes on at once, and finds the lines that have ended.
+            _stop(running, "left")
+            return False
         stored = await self.store.read(running.state.id)
         if stored is None or stored.state.status in ENDED:
-            _stop(running, "cancelled")
+            _stop(running, "left")
             await self.store.close(running.state.id)
             return False
         running.state = state = stored.state
@@ -196,12 +236,12 @@ class BatchRunner:
                     await self._finalize(stored)
             return True
         for number in missing:
-            if len(running.taken) >= SEGMENTS or self.stopping():
+            if len(running.taken) >= SEGMENTS:
                 break
             if number not in running.taken and await self._take(state, number):
                 running.taken.add(number)
                 group.start_soon(self._segment, running, number)
-        return bool(running.taken) or not self.stopping()
+        return True
 
     async def _take(self, state: BatchState, number: int) -> bool:
         return await self.store.take(state.id, number, self._owner, self.config.lease_s)
@@ -253,6 +293,9 @@ class BatchRunner:
             ended = "cancelled"
         elif any(each.expired for each in results):
             ended = "expired"
+        pieces = (piece for each in results for piece in (each.output, each.errors))
+        counting = {piece.blob for piece in pieces if piece is not None}
+        await self.files.blobs.delete(stored.blobs - counting)
         await self._change(state.id, state.status, status=ended, ended_s=int(time.time()), **fields)
         get_logger().info("batch_ended", batch=state.id, status=ended, lines=state.total)
 
@@ -277,10 +320,12 @@ class BatchRunner:
         await self.files.records.put(record)
         return record.id
 
-    async def _change(self, batch_id: str, known: Status, **fields: Any) -> None:
-        """Change a batch's state, unless its status is another one by now."""
+    async def _change(self, batch_id: str, known: Status | None, **fields: Any) -> None:
+        """Change a batch's state, unless its status is not the `known` one (None for any that is no
+        end) by now."""
         while (stored := await self.store.read(batch_id)) is not None:
-            if stored.state.status != known:
+            status = stored.state.status
+            if status in ENDED or known not in (None, status):
                 return
             if await self.store.replace(stored, replace(stored.state, **fields)) is not None:
                 return
@@ -300,26 +345,43 @@ class BatchRunner:
                         scope.cancel()
                     await self._answer_all(running, segment)
                 running.scopes.discard(scope)
-                await self._record(running, segment)
+                if running.stop != "left":
+                    await self._record(running, segment)
                 keeping.cancel_scope.cancel()
+            if running.stop == "left":
+                return
             names = [name_of_key(state.tenant, call_id(state, n)) for n in segment.answers]
             with suppress(BusError):  # they expire
                 await self.calls.drop_named(names)
         except RequestError as error:  # its file is gone
             fault = BatchFault(error.code, error.message)
             ended = {"status": "failed", "faults": (fault,), "ended_s": int(time.time())}
-            await self._change(state.id, "in_progress", **ended)
+            await self._change(state.id, None, **ended)
+        except ChannelClosed:
+            raise
+        except BusError as error:  # its lines can't be read now
+            get_logger().warning("batch_lines_not_read", batch=state.id, error=str(error))
+            await anyio.sleep(LOOK_S)
         finally:
             running.taken.discard(number)
             running.changed.set()
-            with anyio.CancelScope(shield=True), anyio.move_on_after(LOOK_S):
+            with (
+                anyio.CancelScope(shield=True),
+                anyio.move_on_after(LOOK_S),
+                suppress(BusError),  # it expires
+            ):
                 await self.store.release(state.id, number)
 
     async def _lines(self, state: BatchState, number: int) -> list[Line]:
         record = await self.files.find(state.tenant, state.input_file)
         (start, first), (stop, _) = state.starts[number : number + 2]
-        content, kind = await self.files.read(record, start, stop), FORMATS[state.interface]
-        return [kind.read(state, first + i, text) for i, text in enumerate(lines_of(content))]
+        kind, most = FORMATS[state.interface], self.max_line_bytes
+        lines: list[Line] = []
+        async for text in lines_of(self.files.content(record, start, stop), most):
+            place = first + len(lines)
+            long = len(text.content) > most
+            lines.append(too_long(place, most) if long else kind.read(state, place, text.content))
+        return lines
 
     async def _keep(self, running: _Running, segment: _Segment) -> None:
         """Renew a segment's lease."""
@@ -335,15 +397,25 @@ class BatchRunner:
         """Run the lines, those together whose prompts begin alike."""
         runnable = [(line, line.body) for line in segment.lines if line.body is not None]
         runnable.sort(key=lambda each: prefix_of(each[1]))
+        own = anyio.Semaphore(self.config.max_in_flight)
         async with anyio.create_task_group() as group:
             for line, body in runnable:
-                await self._slots.acquire()
-                group.start_soon(self._answer, running, segment, line, body)
+                await own.acquire()
+                group.start_soon(self._answer, running, segment, line, body, own)
 
-    async def _answer(self, running: _Running, segment: _Segment, line: Line, body: bytes) -> None:
+    async def _answer(
+        self,
+        running: _Running,
+        segment: _Segment,
+        line: Line,
+        body: bytes,
+        own: anyio.Semaphore,
+    ) -> None:
+        """Run a line. While it waits after a refusal, lines of others take its place."""
         try:
             for wait_s in _waits():
-                answer = await self.answer(_call(running.state, line), body)
+                async with self._slots:
+                    answer = await self.answer(_call(running.state, line), body)
                 if answer.status not in _RETRIED:
                     break
                 after = answer.headers.get("retry-after", "")
@@ -351,25 +423,28 @@ class BatchRunner:
             segment.answers[line.number] = answer
             segment.failed += answer.status >= 400
         finally:
-            self._slots.release()
+            own.release()
 
     async def _record(self, running: _Running, segment: _Segment) -> None:
         """Write a segment's results, unless another gateway has."""
         state, stop = running.state, running.stop
+        assert stop != "left", "its lines are other gateways'"
         result, output, errors = _results(state, segment, stop)
         ttl_s = (state.results_ttl_s or self.config.files_ttl_s) + max(
             0, state.expires_s - int(time.time())
         )
         name = f"{state.id}/{segment.number}-{uuid.uuid4().hex}"
-        for kind, lines in (("output", output), ("errors", errors)):
-            if lines:
-                blob = f"{name}-{kind}"
-                size = await self._patiently(partial(self._write, blob, lines, ttl_s))
-                result = replace(result, **{kind: Piece(blob, size)})
+        written = {"output": output, "errors": errors}
+        blobs = {kind: f"{name}-{kind}" for kind, lines in written.items() if lines}
+        note = partial(self.store.note_blobs, state.id, [*blobs.values()])
+        await self._patiently(note)
+        for kind, blob in blobs.items():
+            size = await self._patiently(partial(self._write, blob, written[kind], ttl_s))
+            result = replace(result, **{kind: Piece(blob, size)})
         finish = partial(self.store.finish, state.id, segment.number, result)
         if not await self._patiently(finish):
-            pieces = (result.output, result.errors)
-            await self.files.blobs.delete([each.blob for each in pieces if each is not None])
+            with suppress(BusError):  # deleted with the batch's end
+                await self.files.blobs.delete(blobs.values())
 
     async def _write(self, name: str, lines: Sequence[bytes], ttl_s: int) -> int:
         return await self.files.blobs.write(name, _parts(lines), ttl_s)
@@ -387,7 +462,7 @@ class BatchRunner:
         raise AssertionError("the waits have no end")
 
 
-def _stop(running: _Running, why: Unrun) -> None:
+def _stop(running: _Running, why: Unrun | Literal["left"]) -> None:
     running.stop = running.stop or why
     for scope in running.scopes:
         scope.cancel()
@@ -410,6 +485,8 @@ def _call(state: BatchState, line: Line) -> Call:
             (b"content-type", b"application/json"),
             # Another gateway that runs the line again finds this call.
             (b"idempotency-key", name.encode()),
+            # The results of the whole batch can be followed.
+            (b"x-request-tag", state.id.encode()),
             *FORMATS[state.interface].headers,
         ),
         path=state.endpoint,

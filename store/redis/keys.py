@@ -37,11 +37,13 @@
                            expire (internal)
 {prefix}:trees             the same, of all tenants (internal)
 {prefix}:files:{tenant}    hash, by id the tenant's files: JSON (FileRecord) (internal)
+{prefix}:file_expiries     sorted set of the files of all tenants, by when they expire (internal)
 {prefix}:blob:{name}       hash, the contents of a file in chunks, and their `size` (internal)
 {prefix}:batches:{tenant}  hash, by id when each batch of the tenant was made (internal)
 {prefix}:batches           sorted set of unfinished batches, by when they were made (internal)
-{prefix}:batch:{id}        hash, a batch: its `state` (BatchState as JSON), and the result of each
-                           segment of its lines (`done:{number}`) (internal)
+{prefix}:batch:{id}        hash, a batch: its `state` (BatchState as JSON), the result of each
+                           segment of its lines (`done:{number}`), and names of blobs that were
+                           written for them (`piece:{name}`) (internal)
 {prefix}:segment:{id}:{n}  the gateway that computes a segment, while it lives (internal)
 {prefix}:attended          sorted set, until when each durable call is attached (internal)
 {prefix}:policy            hash, the policy: `document` and its `version` (internal)
@@ -206,6 +208,11 @@ class Keys:
     def files(self, tenant: str) -> bytes:
         """Return the files of a tenant."""
         return self._key(f"files:{tenant}")
+
+    @property
+    def file_expiries(self) -> bytes:
+        """Return the files of all tenants by when they expire."""
+        return self._key("file_expiries")
 
     def blob(self, name: str) -> bytes:
         """Return the contents of a file."""

@@ -35,11 +35,11 @@ class Whole(msgspec.Struct):
         ({"bias": {"a": 1}}, "parts[0].bias has the key 'a'; it must be a whole number"),
         ({"bias": {"1": "x"}}, "parts[0].bias['1'] is 'x'; it must be a number"),
         ({"pair": [1]}, "parts[0].pair is out of range; it must be a list of length 2"),
-        ({"foo": 1}, "parts[0].foo is not known here"),
-        ({"a b": 1}, "parts[0].'a b' is not known here"),
+        ({"foo": 1}, "parts[0].foo is not known here; leave it out"),
+        ({"a b": 1}, "parts[0].'a b' is not known here; leave it out"),
         (
             {"x` - at `$" + "y" * 999: 1},
-            f"parts[0].'{'x` - at `$' + 'y' * 66}... is not known here",
+            f"parts[0].'{'x` - at `$' + 'y' * 66}... is not known here; leave it out",
         ),
         (3, "parts[0] is 3; it must be an object"),
     ],
@@ -58,4 +58,4 @@ def test_a_value_is_quoted_only_if_it_is_given() -> None:
     assert told_of(error.value, "engine") == "engine.model is a whole number; it must be a text"
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.convert({}, Whole)
-    assert told_of(error.value) == "model is missing"
+    assert told_of(error.value) == "model is missing; add it"

@@ -22,8 +22,14 @@ from .environments import FOLDER, FOR_NODE, PACKAGES, run
 # What each prints, line by line, as far as it does not depend on the library.
 CURL = ['"content":"12"', r"data: \[DONE\]", '"status":"completed"', '"text":"12"']
 HERE = {
-    "openai_python.py": [r"chat: 12 \d+", "stream: 12", "completion: .+", "response: 12"],
-    "anthropic_python.py": [r"count: \d+", "message: 12 end_turn", "stream: 12", "rest: 2"],
+    "openai_python.py": [
+        *(r"chat: 12 \d+", "stream: 12", "completion: .+", "response: 12"),
+        "batch: completed a 12",
+    ],
+    "anthropic_python.py": [
+        *(r"count: \d+", "message: 12 end_turn", "stream: 12", "rest: 2"),
+        *("batch: a succeeded 12", "batch: b succeeded 12"),
+    ],
 }
 ELSEWHERE = {
     "langchain_chat.py": [
@@ -40,7 +46,9 @@ ELSEWHERE = {
         r"stream: .*21.*'run_item_stream_event'",
     ]
     * 2,
-    "litellm_chat.py": [r"chat: 12 \d+", "stream: 12", "message: 12 stop"],
+    "litellm_chat.py": [
+        *(r"chat: 12 \d+", "stream: 12", "message: 12 stop", "batch: completed a 12"),
+    ],
 }
 IMAGES = "images_python.py"
 SEEN = "a red circle and a blue square"
@@ -50,6 +58,7 @@ ABOUT_IMAGES = {
 IN_NODE = [
     *(r"chat: 12 \d+", "stream: 12", "choice: 0 .+", "choice: 1 .+", "choice: 2 .+"),
     *("response: 12", "events: 12", "error: 400 invalid_top_p top_p"),
+    "batch: completed a 12",
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

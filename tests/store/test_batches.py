@@ -31,14 +31,14 @@ def file(id: str, **fields: Any) -> FileRecord:
         "purpose": "batch",
         "num_bytes": 10,
         "created_s": NOW_S,
-        "expires_s": NOW_S + 60,
+        "expires_s": NOW_S + 3600,
     }
     return FileRecord(id=id, **{**given, **fields})
 
 
 def batch(id: str, **fields: Any) -> BatchState:
     given = {"tenant": "t", "endpoint": "/v1/completions", "input_file": "f", "created_s": NOW_S}
-    return BatchState(id=id, **{**given, "expires_s": NOW_S + 60, **fields})
+    return BatchState(id=id, **{**given, "expires_s": NOW_S + 3600, **fields})
 
 
 async def parts(*found: bytes, error: Exception | None = None) -> AsyncIterator[bytes]:
@@ -109,11 +109,15 @@ async def test_files_of_a_tenant_have_a_limit(buses: Any) -> None:
 async def test_files_expire(buses: Any) -> None:
     files = buses.open().store.files
     await files.put(file("over", expires_s=NOW_S - 1))
-    await files.put(file("stopped", created_s=NOW_S - 4000, ready=False, expires_s=NOW_S + 60))
+    stopped = file("stopped", created_s=NOW_S - 4000, ready=False, expires_s=NOW_S + 60)
+    await files.reserve(stopped, 10_000)
     await files.put(file("whole", created_s=NOW_S - 4000))
     assert [each.id for each in await files.listed("t")] == ["whole"]
     assert await files.find("t", "over") is None
-    assert {each.id for each in await files.expired("t")} == {"over", "stopped"}
+    await files.put(file("other", tenant="a b", expires_s=NOW_S - 1))
+    assert {each.id for each in await files.expired(9)} == {"over", "stopped", "other"}
+    await files.remove("t", ["over", "stopped"])
+    assert [each.id for each in await files.expired(9)] == ["other"]
 
 
 async def test_a_state_is_replaced_only_if_it_is_known(buses: Any) -> None:
@@ -130,6 +134,10 @@ async def test_a_state_is_replaced_only_if_it_is_known(buses: Any) -> None:
     found = await other.read("b1")
     assert found is not None
     assert found.state.status == "in_progress"
+    await batches.close("b1")
+    assert await other.unfinished(9) == ["b1", "b3", "b2"], "it has not ended"
+    known = await other.read("b1")
+    assert await batches.replace(known, batch("b1", status="failed"))
     await batches.close("b1")
     assert await other.unfinished(9) == ["b3", "b2"]
     await batches.delete("t", "b2")
@@ -159,3 +167,18 @@ async def test_a_segment_has_one_result(buses: Any) -> None:
     assert dict(found.done) == {0: first}
     assert (found.completed, found.failed) == (3, 0)
     assert found.state.segments == 2
+
+
+async def test_a_batch_of_another_version_stays_for_its_gateways(buses: Any) -> None:
+    bus = buses.open()
+    batches = bus.store.batches
+    await batches.create(batch("b"), 60)
+    key = bus.store.batches._keys.batch("b")
+    await bus.store.batches._records.run("HSET", key, b"state", b'{"status": "new"}')
+    assert await batches.read("b") is None
+    assert await batches.listed("t") == []
+    await batches.close("b")
+    assert await batches.unfinished(9) == ["b"]
+    await bus.store.batches._records.run("DEL", key)
+    await batches.close("b")
+    assert await batches.unfinished(9) == []

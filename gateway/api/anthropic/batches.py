@@ -13,6 +13,7 @@ import msgspec
 
 from ....config import RequestError, shown
 from ....store.batches import ENDED, BatchState, StoredBatch
+from ...batches.files import About
 from ...batches.made import begin, cancelled, find
 from ...batches.runner import BatchRunner
 from ...call import Call
@@ -52,9 +53,8 @@ def batch_routes(runner: BatchRunner) -> list[PolicyRoute]:
 
         now_s = int(time.time())
         batch_id = f"msgbatch_{uuid.uuid4().hex}"
-        record = await files.write(
-            call.tenant, lines(), filename=f"{batch_id}.jsonl", purpose="batch"
-        )
+        about = About(f"{batch_id}.jsonl", "batch", max(config.files_ttl_s, _WINDOW_S))
+        record = await files.write(call.tenant, lines(), lambda: about)
         state = BatchState(
             id=batch_id,
             tenant=call.tenant,

@@ -10,7 +10,7 @@ from msgspec import Meta
 from ....config import RequestError, shown
 from ....store.batches import ENDED, BatchStore
 from ....store.files import FileRecord
-from ...batches.files import Files
+from ...batches.files import About, Files
 from ...call import Call
 from ...server.forms import FileForm
 from ...server.http import JsonResponse, Response, StreamingResponse, field_error
@@ -38,7 +38,9 @@ class FilesQuery(msgspec.Struct, frozen=True):
 
 def takes_files(call: Call) -> bool:
     """Return whether a call's body is a form with a file."""
-    return call.method == "POST" and call.path.endswith(PATH)
+    path = call.path
+    is_part = "/v1/uploads/" in path and path.endswith("/parts")
+    return call.method == "POST" and (is_part or path.endswith(PATH))
 
 
 def file_routes(files: Files, batches: BatchStore) -> list[PolicyRoute]:
@@ -48,20 +50,19 @@ def file_routes(files: Files, batches: BatchStore) -> list[PolicyRoute]:
     async def upload(call: Call) -> Response:
         form = FileForm(call, "file")
         length = call.header("content-length") or ""
-        most = int(length) if length.isdecimal() else None
-        record = await files.write(call.tenant, form.content(), filename="", purpose="", most=most)
-        try:
-            record = msgspec.structs.replace(
-                record,
-                filename=(form.filename or "file")[:_MOST_NAME],
-                purpose=_purpose(form.fields),
-                expires_s=record.created_s + _ttl_s(form.fields, config.files_ttl_s),
+        most = int(length) if length.isdecimal() and len(length) < 16 else None
+
+        def about() -> About:
+            ttl_s = _ttl_s(form.fields, config.files_ttl_s)
+            return About(
+                file_name(form.filename or ""),
+                checked_purpose(form.fields.get("purpose", "")),
+                ttl_s,
             )
-            await files.records.put(record)
-        except RequestError:
-            await files.delete(record)
-            raise
-        return JsonResponse(file_object(record))
+
+        return JsonResponse(
+            file_object(await files.write(call.tenant, form.content(), about, most))
+        )
 
     async def listed(call: Call) -> Response:
         query = read_query(call, FilesQuery)
@@ -104,6 +105,11 @@ def file_routes(files: Files, batches: BatchStore) -> list[PolicyRoute]:
         PolicyRoute(f"GET {PATH}/{{file_id}}/content", "read", content),
         PolicyRoute(f"DELETE {PATH}/{{file_id}}", "generate", delete),
     ]
+
+
+def file_name(given: str) -> str:
+    """Return a name that a header and a log can hold."""
+    return "".join(each for each in given if each.isprintable())[:_MOST_NAME] or "file"
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:
@@ -154,8 +160,8 @@ async def _is_read(batches: BatchStore, record: FileRecord) -> bool:
     return any(each.input_file == record.id and each.status not in ENDED for each in open_ones)
 
 
-def _purpose(fields: dict[str, str]) -> str:
-    found = fields.get("purpose", "")
+def checked_purpose(found: str) -> str:
+    """Return a purpose. Raises FieldError: it is missing or unknown."""
     if found not in PURPOSES:
         why = f"is {shown(found)}" if found else "is missing"
         raise field_error("purpose", why, f"it must be one of {', '.join(PURPOSES)}")

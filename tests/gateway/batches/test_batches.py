@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,9 +15,12 @@ from anthropic import APIStatusError as AnthropicError
 from anthropic import AsyncAnthropic
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
+from nano_inference.config import BusError
 from nano_inference.gateway.app import GatewayApp
+from nano_inference.gateway.batches import runner
+from nano_inference.gateway.batches.lines import lines_of
 
-from ..fake import Client, FakeEngine, app_of, observed, refused
+from ..fake import Client, FakeEngine, app_of, chunk, completion, observed, refused
 
 SETTINGS = {
     "gateway.message_format": "off",
@@ -51,6 +55,12 @@ async def client(app: GatewayApp) -> AsyncIterator[AsyncOpenAI]:
         yield AsyncOpenAI(
             base_url="http://127.0.0.1/v1", api_key="none", max_retries=0, http_client=http
         )
+
+
+def held(engine: FakeEngine) -> None:
+    """Let the engine stop each request after its first token, until `go`."""
+    engine.outputs = lambda request: [chunk(request), completion(request)]
+    engine.hold()
 
 
 async def uploaded(client: AsyncOpenAI, *lines: str) -> str:
@@ -171,6 +181,113 @@ async def test_two_gateways_share_a_batch(
     assert len(engine.requests) == 30, "no line ran twice"
 
 
+async def test_lines_go_on_while_the_bus_is_away(
+    client: AsyncOpenAI, app: GatewayApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, looks, back = app.batches.store.read, 0, anyio.Event()
+
+    async def read(batch_id: str) -> Any:
+        nonlocal looks
+        looks += engine.requests != []
+        if 0 < looks < 3:
+            raise BusError("it is away")
+        if looks:
+            back.set()
+        return await usual(batch_id)
+
+    monkeypatch.setattr(app.batches.store, "read", read)
+    monkeypatch.setattr(runner, "LOOK_S", 0.05)
+    held(engine)
+    batch_id = await begun(client, *map(line, range(4)))
+    await engine.until(lambda: len(engine.requests) == 4)
+    await back.wait()
+    engine.go()
+    assert (await ended(client, batch_id)).request_counts.completed == 4
+    assert len(engine.requests) == 4, "no line ran twice"
+    assert engine.left == []
+
+
+async def test_a_draining_gateway_leaves_its_lines_to_others(
+    client: AsyncOpenAI,
+    app: GatewayApp,
+    engine: FakeEngine,
+    config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "LOOK_S", 0.05)
+    released, usual = anyio.Event(), app.batches.store.release
+
+    async def release(batch_id: str, number: int) -> None:
+        await usual(batch_id, number)
+        if number == 0 and app.kserve.readiness.draining:
+            released.set()
+
+    monkeypatch.setattr(app.batches.store, "release", release)
+    held(engine)
+    batch_id = await begun(client, *map(line, range(6)))
+    await engine.until(lambda: len(engine.requests) == 4)
+    app.kserve.readiness.draining = True
+    with anyio.fail_after(5):
+        await released.wait()
+    engine.go()
+    another = app_of(engine, config)
+    async with anyio.create_task_group() as group:
+        group.start_soon(another.batches.run_forever)
+        batch = await ended(client, batch_id)
+        group.cancel_scope.cancel()
+    assert batch.request_counts.completed == 6
+    assert len(await results(client, batch.output_file_id)) == 6
+
+
+async def test_a_refused_tenant_holds_no_place(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    usual = engine.outputs
+
+    def outputs(request: Any) -> Any:
+        one = request.tenant == "one"
+        return (refused("overloaded", retry_after_s=60.0) if one else usual)(request)
+
+    engine.outputs = outputs
+    one, two = (client.with_options(default_headers={"X-Tenant": each}) for each in ("one", "two"))
+    waiting = await begun(one, *map(line, range(8)))
+    await engine.until(lambda: len(engine.requests) >= 4)
+    assert (await ended(two, await begun(two, line(0)))).request_counts.completed == 1
+    assert (await one.batches.retrieve(waiting)).status == "in_progress"
+
+
+async def test_a_long_line_takes_no_more_memory_than_the_longest_that_may_run() -> None:
+    async def parts(*found: bytes) -> AsyncIterator[bytes]:
+        for each in found:
+            yield each
+
+    whole = b"\xef\xbb\xbf{1}\n\n  \r\n" + b"x" * 50 + b"\nlast"
+    for size in (1, 3, 7, 100):
+        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+        found = [each async for each in lines_of(parts(*pieces), 10)]
+        assert [(each.start, each.stop) for each in found] == [(0, 7), (12, 63), (63, 67)]
+        assert [each.content[:11] for each in found] == [b"{1}", b"x" * 11, b"last"]
+        assert len(found[1].content) <= max(11, 11 + size)
+
+
+async def test_what_killed_gateways_wrote_is_deleted_at_the_end(
+    client: AsyncOpenAI, app: GatewayApp, engine: FakeEngine
+) -> None:
+    held(engine)
+    batch_id = await begun(client, line(0))
+    await engine.until(lambda: len(engine.requests) == 1)
+    batches, blobs = app.batches.store, app.batches.files.blobs
+
+    async def content() -> AsyncIterator[bytes]:
+        yield b"unfinished"
+
+    await batches.note_blobs(batch_id, ["of-killed"])
+    await blobs.write("of-killed", content(), 60)
+    engine.go()
+    batch = await ended(client, batch_id)
+    with pytest.raises(KeyError):
+        await blobs.read("of-killed", 0, 1)
+    assert len(await results(client, batch.output_file_id)) == 1
+
+
 async def test_another_tenant_sees_nothing(client: AsyncOpenAI) -> None:
     batch_id = await begun(client, line(0))
     batch = await ended(client, batch_id)
@@ -202,6 +319,50 @@ async def test_a_file_is_read_listed_and_deleted(client: AsyncOpenAI) -> None:
     assert (await client.files.delete(made.id)).deleted
     with pytest.raises(NotFoundError):
         await client.files.content(made.id)
+
+
+async def test_a_file_comes_in_parts(client: AsyncOpenAI, app: GatewayApp) -> None:
+    content = "\n".join(map(line, range(20))).encode()
+    made = await client.uploads.upload_file_chunked(
+        file=content,
+        filename="in.jsonl",
+        bytes=len(content),
+        mime_type="application/jsonl",
+        purpose="batch",
+        part_size=700,
+        md5=hashlib.md5(content, usedforsecurity=False).hexdigest(),
+    )
+    assert made.status == "completed"
+    assert made.file is not None
+    assert (await client.files.content(made.file.id)).content == content
+    batch = await client.batches.create(
+        input_file_id=made.file.id, endpoint=PATH, completion_window="24h"
+    )
+    assert (await ended(client, batch.id)).request_counts.completed == 20
+    begun = await client.uploads.create(
+        bytes=10, filename="a", mime_type="text/plain", purpose="batch"
+    )
+    parts = client.uploads.parts
+    first = await parts.create(begun.id, data=b"12345")
+    with pytest.raises(APIStatusError, match="10 bytes"):
+        await parts.create(begun.id, data=b"x" * 11)
+    with pytest.raises(BadRequestError, match="5 bytes"):
+        await client.uploads.complete(begun.id, part_ids=[first.id])
+    with pytest.raises(BadRequestError, match="part_x"):
+        await client.uploads.complete(begun.id, part_ids=["part_x"])
+    with pytest.raises(NotFoundError):
+        await client.files.retrieve(begun.id.replace("upload_", "file-"))
+    assert (await client.uploads.cancel(begun.id)).status == "cancelled"
+    with pytest.raises(NotFoundError):
+        await parts.create(begun.id, data=b"12345")
+    with pytest.raises(KeyError):
+        await app.batches.files.blobs.read(first.id, 0, 1)
+
+
+async def test_a_name_of_a_file_can_not_end_a_header(client: AsyncOpenAI) -> None:
+    made = await client.files.create(file=('a\n"b: c\x7f\u2028', b"x"), purpose="user_data")
+    header = (await client.files.content(made.id)).response.headers["content-disposition"]
+    assert header.isprintable()
 
 
 async def test_bad_uploads_leave_nothing(client: AsyncOpenAI) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Sized
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,6 +18,7 @@ from ....serving.constraints import of_structured_outputs, of_text_format, the_o
 from ....serving.durable_calls import CallHead, DurableRecord
 from ....serving.fields import Body, engine_priority, ignore, read_part
 from ....serving.model_names import adapter_of
+from ....serving.request_ids import new_id
 from ....serving.sampling_fields import RESPONSE_SAMPLING, read_sampling
 from ..response_bodies import ResponseBody
 from .items import Item, items_of, turns_of
@@ -207,7 +207,7 @@ def read_response(
     if fields.background and not fields.store:
         raise field_error("background", "takes store: true, or no client could find it")
     call = ResponseCall(
-        id=f"{ID_PREFIX}{uuid.uuid4().hex}",
+        id=new_id(ID_PREFIX),
         created=int(time.time()),
         model=adapter_of(fields.model, config) or config.engine.model_name,
         of_model=config.engine.model_name,

@@ -73,6 +73,10 @@ class _Offered(NamedTuple):
         return self.tool.needs_approval(name, read_only=_read_only(self.tools[name]))
 
 
+class _Ended(RequestError):
+    """The response was ended or deleted while it was made."""
+
+
 class ChosenServer(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of an MCP server, or one of them, in a choice."""
 
@@ -193,6 +197,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._offered: dict[str, _Offered] = {}
+        self._sent: RoundsEvents | None = None
         self._output = RoundsOutput(frozenset(each.tool.server_label for each in self.servers))
 
     def streamed(self) -> EventStream:
@@ -202,7 +207,8 @@ class _Run:
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise as_openai(error, "responses") from None
-                await self._begin(send, await self._writer(self.record)).fail(error)
+                events = self._sent or self._begin(send, await self._writer(self.record))
+                await events.fail(error)
 
         stream = EventStream(produce, self.services.config.gateway.comment_s, ids=False)
         return stream
@@ -394,6 +400,8 @@ class _Run:
             try:
                 await self._claim(approvals)
                 answer = await self._rounds(first, approvals, events, writer)
+            except _Ended:
+                answer = writer.begun("cancelled")
             except NanoInferenceError as error:
                 if not self.num_calls:
                     raise
@@ -423,6 +431,7 @@ class _Run:
             await self._make(each, events, writer)
         number, output = 0, self._output
         while True:
+            await self._check_wanted()
             if number or approvals:
                 record = await self._prepared(number)
             writer.record, begun = record, len(output.blocks)
@@ -503,6 +512,7 @@ class _Run:
         if refusal is not None:
             outcome = failed(refusal)
         else:
+            await self._check_wanted()
             begun = writer.begun("in_progress")
             await self._keep(begun | {"output": [*begun["output"], item]})
             self.num_calls += 1
@@ -533,8 +543,19 @@ class _Run:
     def _with(self, answer: Answer) -> ResponseRecord:
         return msgspec.structs.replace(self.record, answer=answer)
 
-    async def _keep(self, answer: Answer) -> None:
+    async def _check_wanted(self) -> None:
+        """Raises _Ended: The response was ended or deleted."""
         if self.record.is_durable:
+            kept = await self.services.durable.find(self.record.id)
+            if kept is None or not kept.record or "cancelled" in kept.marks:
+                raise _Ended("the response was ended", code="aborted")
+
+    async def _keep(self, answer: Answer) -> None:
+        """Update the record, unless the response was deleted."""
+        if not self.record.is_durable:
+            return
+        kept = await self.services.durable.find(self.record.id)
+        if kept is not None and kept.record:
             await self.services.durable.replace(self.record.id, self._with(answer).encode())
 
     async def _writer(self, record: ResponseRecord) -> RoundsWriter:
@@ -559,7 +580,8 @@ class _Run:
             # The items of a round have its output.
             await conversations.add_response(self.record, answer)
 
-        return RoundsEvents(writer, send, self.responses.stored.beside, keep, NOTHING)
+        self._sent = RoundsEvents(writer, send, self.responses.stored.beside, keep, NOTHING)
+        return self._sent
 
 
 def _read_only(tool: Tool) -> bool:

@@ -18,9 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
 from nano_inference.gateway.api.openai.responses.items import answered, turns_of
+from nano_inference.gateway.serving.mcp_servers import Connection, Outcome
 
-from ...fake import Client, FakeEngine, app_of, http_of
+from ...fake import Client, FakeEngine, app_of, http_of, refused
 from ...saying import Model, saying
+from .streamed import response_events
 
 PATH = "/v1/responses"
 SECRET = "Bearer s3cret"
@@ -225,9 +227,9 @@ async def test_a_call_waits_for_its_approval_and_is_made_once(
     made = second.output[0]
     assert (made.type, made.output, made.approval_request_id) == ("mcp_call", "3", asked.id)
     assert second.output_text == "3, then."
-    with pytest.raises(APIStatusError, match="was used before") as refused:
+    with pytest.raises(APIStatusError, match="was used before") as failed:
         await client.responses.create(input=[approved], **again)
-    assert refused.value.status_code == 409
+    assert failed.value.status_code == 409
     assert served.calls == [(1, 2)]
     third = await client.responses.create(
         input=[approved | {"approve": False, "reason": "Too dear."}], **again
@@ -325,6 +327,47 @@ async def test_a_call_in_flight_is_never_made_again(
     assert (answer["output"][-1]["name"], answer["output"][-1]["status"]) == ("slow", "incomplete")
     assert served.calls == ["slow"]
     assert (len(engine.requests), kept[0]) == (1, answer["id"])
+
+
+@pytest.mark.parametrize("end", ["ended", "deleted"])
+async def test_a_response_that_is_ended_makes_no_further_call(
+    http: Client,
+    other: Client,
+    model: Model,
+    served: Served,
+    tool: dict[str, Any],
+    end: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    says(model, TWO_ROUNDS)
+    make = Connection.call
+
+    async def ending(connection: Connection, name: str, arguments: str) -> Outcome:
+        outcome = await make(connection, name, arguments)
+        response_id = model.requests[0].request_id
+        if end == "deleted":
+            assert (await other.delete(f"{PATH}/{response_id}")).status_code == 200
+        else:
+            await http.engine.bus.store.calls.mark(response_id, "cancelled")
+        return outcome
+
+    monkeypatch.setattr(Connection, "call", ending)
+    answer = (await http.post(PATH, json={"input": "Sum?", "tools": [tool]})).json()
+    assert (answer["status"], answer["output"][-1]["output"]) == ("cancelled", "3")
+    assert (served.calls, len(model.requests)) == ([(1, 2)], 1)
+    kept = await other.get(f"{PATH}/{answer['id']}")
+    assert kept.status_code == (404 if end == "deleted" else 200)
+
+
+async def test_a_failure_within_a_stream_is_its_last_event(
+    http: Client, engine: FakeEngine, tool: dict[str, Any]
+) -> None:
+    engine.outputs = refused("lane_failed")
+    asked = {"input": "Sum?", "tools": [tool], "stream": True}
+    found = response_events(await http.post(PATH, json=asked))
+    assert [each["type"] for each in found].count("response.created") == 1
+    assert found[-1]["type"] == "response.failed"
+    assert [each["type"] for each in found[-1]["response"]["output"]] == ["mcp_list_tools"]
 
 
 async def test_calls_of_the_client_end_the_response(

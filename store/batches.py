@@ -180,12 +180,13 @@ class BatchStore:
         await self._records.run_all(
             [("HSET", key, _STATE, msgspec.json.encode(state)), ("EXPIRE", key, ttl_s)]
         )
-        await self._records.run_all(
-            [
-                ("HSET", listed, state.id, state.created_s),
-                ("ZADD", self._keys.open_batches, "GT", state.created_s, state.id),
-            ]
-        )
+        await self._records.run("HSET", listed, state.id, state.created_s)
+        await self.reopen(state)
+
+    async def reopen(self, state: BatchState) -> None:
+        """Add a batch to the unfinished ones, unless it is among them."""
+        opened = ("ZADD", self._keys.open_batches, "GT", state.created_s, state.id)
+        await self._records.run(*opened)
 
     async def read(self, batch_id: str) -> StoredBatch | None:
         """Return a batch; None if it is unknown, forgotten, or of another version."""

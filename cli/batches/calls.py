@@ -11,7 +11,7 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
-from ...config import STAGES, ConfigError, NanoInferenceError
+from ...config import STAGES, ConfigError, NanoInferenceError, PolicyConfig
 from ...telemetry import setup_logging
 from ..clients import refusal
 from ..connection import ServerAddress, running_server, server_of
@@ -153,6 +153,8 @@ def in_process(options: Options, tenant: str | None) -> Place:
         options, bus="memory", model=options.served, log_level=options.log_level or "warning"
     )
     config = here.config(**{"pipeline.stages": list(STAGES), "gateway.console": False})
+    # No caller is another than the one of this command.
+    config = msgspec.structs.replace(config, policy=PolicyConfig())
     check_model_files(config, options.served)
     setup_logging(config.telemetry)
     headers = [(b"content-type", b"application/json")]

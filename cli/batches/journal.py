@@ -179,6 +179,8 @@ class Journal:
             raise ConfigError(
                 f"another command writes {self.path}", remedy="wait for it, or end it"
             ) from None
+        except OSError as error:  # a file system without locks
+            raise _unwritable(self.path, error) from None
 
     def _reopen(self) -> None:
         """Go on in the file that has replaced this one."""

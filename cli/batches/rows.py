@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...config import ConfigError, nearest
+from ...config import ConfigError
 
 MOST_LINE_BYTES = 256 << 20
 """Longest line that is read into memory."""
@@ -38,10 +38,7 @@ def format_of(path: Path, option: str) -> str:
     """Return the format of a file, by the end of its name. Raises ConfigError: it is none."""
     kind = path.suffix.lower()
     if kind not in FORMATS:
-        raise ConfigError(
-            f"{option} is {path}{nearest(kind, FORMATS)}",
-            remedy=f"its name must end with one of {', '.join(FORMATS)}",
-        )
+        raise ConfigError(f"{option} is {path}; its name must end with {', '.join(FORMATS)}")
     return kind
 
 

@@ -74,7 +74,7 @@ class Counts:
     @property
     def summary(self) -> str:
         """The numbers as a sentence."""
-        failed = f", {self.failed} of them errors" if self.failed else ""
+        failed = f", {self.failed} of them errors (--again sends these anew)" if self.failed else ""
         before = self.answered - self._here
         earlier = f", {before} of them earlier" if before else ""
         whole = f"{self.answered} of {self.total} lines are answered{earlier}{failed}"

@@ -61,8 +61,12 @@ def submit(
     async def begin(client: BatchClient) -> str:
         maker.model = model or await client.check()
         with tempfile.TemporaryFile() as file:
-            path = _write_calls(maker, file)
-            file.seek(0)
+            try:
+                path = _write_calls(maker, file)
+                file.seek(0)
+            except OSError as error:
+                folder = tempfile.gettempdir()
+                raise ConfigError(f"can't write in {folder}: {error.strerror or error}") from None
             uploaded = await client.upload(f"{source.stem}.jsonl", file)
         body = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": window}
         return str((await client.batches(body=body))["id"])

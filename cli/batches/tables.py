@@ -14,7 +14,7 @@ import msgspec
 from ...config import ConfigError
 from .journal import Answer, Journal, replaced
 from .lines import Line
-from .rows import Row, columns_of
+from .rows import JSON_LINES, Row, columns_of
 
 _ROWS = 8192
 
@@ -30,7 +30,7 @@ class AnswerTable:
         a column of such a name."""
         self._source, self._path = source, path
         self._columns = columns_of(source)
-        if "body" in self._columns:  # batch lines
+        if source.suffix.lower() in JSON_LINES and {"url", "body"} <= {*self._columns}:
             self._columns = ["custom_id"]
         self._added = {
             column: str,

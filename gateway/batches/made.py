@@ -40,6 +40,9 @@ async def find(
             remedy="list your batches",
             code="unknown_batch",
         )
+    if found.state.status not in ENDED:
+        # A server that came back without its last writes may have lost that it is unfinished.
+        await runner.store.reopen(found.state)
     return found
 
 

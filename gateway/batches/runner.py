@@ -295,7 +295,7 @@ class BatchRunner:
             ended = "expired"
         pieces = (piece for each in results for piece in (each.output, each.errors))
         counting = {piece.blob for piece in pieces if piece is not None}
-        await self.files.blobs.delete(stored.blobs - counting)
+        await self.files.blobs.delete(sorted(stored.blobs - counting))
         await self._change(state.id, state.status, status=ended, ended_s=int(time.time()), **fields)
         get_logger().info("batch_ended", batch=state.id, status=ended, lines=state.total)
 

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nano_inference.cli.batches import calls
+from nano_inference.cli.batches import calls, server
+from nano_inference.cli.batches.journal import Journal
 
 from ..programs import Ran
 from .conftest import Run, assert_refused, listening
@@ -147,7 +148,7 @@ def test_a_line_that_can_not_be_sent_is_an_error_line(
     out = tmp_path / "out.jsonl"
     ran = batch(written(tmp_path / "in.jsonl", *lines), out)
     assert ran.status == 1
-    assert "7 of 7 lines are answered, 5 of them errors" in ran.stderr
+    assert "7 of 7 lines are answered, 5 of them errors (--again" in ran.stderr
     found = answers(out)
     assert [id for id, each in found.items() if each["error"]] == ["1", "b", "6", "e"]
     assert found["c"]["response"]["status_code"] == 400
@@ -159,27 +160,27 @@ def test_a_line_that_can_not_be_sent_is_an_error_line(
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_columns_in_and_out(batch: Callable[..., Ran], tmp_path: Path, kind: str) -> None:
-    rows = [{"word": f"wörd, {n}\n", "n": n} for n in range(20)]
+    rows = [{"body": f"wörd, {n}\n", "n": n} for n in range(20)]
     source, out = tmp_path / f"in.{kind}", tmp_path / f"out.{kind}"
     if kind == "csv":
         with source.open("w", newline="") as file:
-            csv.writer(file).writerows([["word", "n"], *(each.values() for each in rows)])
+            csv.writer(file).writerows([["body", "n"], *(each.values() for each in rows)])
     else:
         pq.write_table(pa.Table.from_pylist(rows), source)
-    assert batch(source, out, "--template", "{n}: {{{word}}}").status == 0
+    assert batch(source, out, "--template", "{n}: {{{body}}}").status == 0
     found: list[dict[str, Any]]
     if kind == "csv":
         with out.open(newline="") as file:
             found = list(csv.DictReader(file))
     else:
         found = pq.read_table(out).to_pylist()
-    assert [(each["word"], int(each["n"])) for each in found] == [
-        (each["word"], each["n"]) for each in rows
+    assert [(each["body"], int(each["n"])) for each in found] == [
+        (each["body"], each["n"]) for each in rows
     ]
     assert [each["answer"] for each in found] == [f"{n}: {{WÖRD, {n}\n}}" for n in range(20)]
     assert int(found[0]["answer_completion_tokens"]) == 2
-    assert_refused(batch(source, tmp_path / "o.csv", "--template", "{wort}"), "wort", "word")
-    assert batch(source, out, "--template", "{n}: {{{word}}}").status == 0
+    assert_refused(batch(source, tmp_path / "o.csv", "--template", "{bodi}"), "bodi", "body")
+    assert batch(source, out, "--template", "{n}: {{{body}}}").status == 0
     assert len(Upper.prompts) == 20
 
 
@@ -232,6 +233,8 @@ def test_wrong_files_are_refused(batch: Callable[..., Ran], tmp_path: Path) -> N
     }.items():
         assert_refused(batch(*arguments), hint)
         assert not out.exists(), "nothing is left"
+    with Journal(out):
+        assert_refused(batch(good, out), "another command")
     assert mine.read_text() == "my own text"
     assert Upper.prompts == []
 
@@ -302,7 +305,10 @@ def test_an_engine_in_the_process_answers_as_a_server(run: Run, url: str, tmp_pa
     assert found[0]["13"] == "42"
 
 
-def test_a_batch_of_the_server(run: Run, url: str, tmp_path: Path) -> None:
+def test_a_batch_of_the_server(
+    run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "LOOK_S", 0.02)
     rows = [{"custom_id": f"c{n}", "n": n} for n in range(10)]
     source, out = written(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
     at = ["--url", url]

@@ -75,6 +75,7 @@ class _Time:
 
     perf_counter, perf_counter_ns = monotonic, monotonic_ns
     thread_time, thread_time_ns = monotonic, monotonic_ns
+    process_time, process_time_ns = monotonic, monotonic_ns
 
     def time_ns(self) -> int:
         process = PROCESS.get()

@@ -201,6 +201,11 @@ class SimulatedGateway:
     async def _serve(self, connection: Connection) -> None:
         try:
             await self._app(connection.scope, connection.receive, connection.send)
+        except RuntimeError as error:
+            # An answer that fails once it has begun; the server closes its connection.
+            if "already started" not in str(error):
+                raise
+            connection.lose()
         finally:
             self._open.pop(connection, None)
 

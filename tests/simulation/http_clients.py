@@ -53,7 +53,7 @@ class Answers(Protocol):
         """Write a line of the trace."""
 
 
-class _Lost(Exception):
+class Lost(Exception):
     """The connection is lost, or its gateway asks to come again."""
 
 
@@ -115,7 +115,7 @@ class HttpCall:
                 await ask(gateway)
                 return True
             self._drops += 1
-        except _Lost as error:
+        except Lost as error:
             self._world.note("lost", self._request.name, str(error))
         return False
 
@@ -160,9 +160,9 @@ class HttpCall:
         with anyio.move_on_after(patience_s):
             message = await connection.read()
             if message is None:
-                raise _Lost("the gateway is gone")
+                raise Lost("the gateway is gone")
             return message
-        raise _Lost("nothing comes")
+        raise Lost("nothing comes")
 
     async def _refused(self, connection: Connection) -> None:
         body = msgspec.json.decode((await self._read(connection))["body"])
@@ -171,7 +171,7 @@ class HttpCall:
     def _failed(self, error: Mapping[str, Any]) -> None:
         code, message = error["code"], error["message"]
         if code in _AGAIN:
-            raise _Lost(code)
+            raise Lost(code)
         if code in ("expired", "lane_failed"):
             self._end("expired" if code == "expired" else "error", code, message)
             return
@@ -186,7 +186,7 @@ class HttpCall:
                 break
             if not data:
                 if not message.get("more_body"):
-                    raise _Lost("the stream ends without its end")
+                    raise Lost("the stream ends without its end")
                 continue
             self._world.note("event", self._request.name, event_id, data.decode())
             self._position = event_id
@@ -208,6 +208,20 @@ class HttpCall:
         for choice in answer["choices"]:
             self._add(choice)
         self._end("done")
+
+    def take_line(self, response: dict[str, Any] | None, error: Mapping[str, Any] | None) -> None:
+        """Read the answer of a batch's line."""
+        try:
+            if response is None:
+                raise NanoInferenceError(str(error), code="line_not_run")
+            if response["status_code"] == 200:
+                self._whole(response["body"])
+            else:
+                self._failed(response["body"]["error"])
+        except NanoInferenceError as failure:
+            self._call.error = failure
+        except Lost as again:
+            self._call.error = NanoInferenceError("no line ends so", code=str(again))
 
     def _found(self, answer_id: str) -> None:
         self._id = answer_id
@@ -285,7 +299,7 @@ class HttpCall:
             return
         self._found(answer["id"])
         if answer["status"] in _UNENDED:
-            raise _Lost(answer["status"])
+            raise Lost(answer["status"])
         self._world.note("response", request.name, msgspec.json.encode(answer).decode())
         self._call.response = answer
 

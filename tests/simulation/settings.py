@@ -8,6 +8,7 @@ from typing import Any
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import (
     AdmissionConfig,
+    BatchesConfig,
     BusConfig,
     Config,
     Constraint,
@@ -50,6 +51,7 @@ def config_of(story: Story, program: str) -> Config:
             tenant_timeslice_tokens=story.tenant_slice_tokens,
             enable_preemption=story.preempts,
         ),
+        batches=BatchesConfig(segment_lines=3, lease_s=2, max_in_flight=6),
         gateway=GatewayConfig(resume_grace_s=story.grace_ms / 1000),
         pipeline=PipelineConfig(
             replicas=story.replicas, roles=story.roles, max_restarts=1000, **split

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,6 +27,9 @@ VANISHED_MS = 30_000
 GATEWAY_DIGITS = (4, 6)
 """Seeds that end so have stories with gateways."""
 
+BATCH_TENS = 3
+"""Of these, the stories of seeds with this remainder of their tens by four have a batch."""
+
 THRONG_DIGIT = 9
 """Seeds that end so have stories of throngs: more requests than any page, batch or window holds."""
 
@@ -43,6 +46,7 @@ Interface = Literal[
     "stream",  # of a gateway
     "whole",  # an answer of a gateway, in one piece
     "background",  # a response that a gateway runs, and that its client looks at
+    "batch",  # a line of the story's batch
 ]
 
 FaultKind = Literal[
@@ -300,7 +304,20 @@ def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
     if seed % 10 == STATE_DIGIT:
         story = _with_states(story)
     is_asked = seed % 10 in GATEWAY_DIGITS
-    return _with_gateways(story, most_requests, spread_ms) if is_asked else story
+    if is_asked:
+        story = _with_gateways(story, most_requests, spread_ms)
+    return _with_batch(story) if is_asked and seed // 10 % 4 == BATCH_TENS else story
+
+
+def _with_batch(story: Story) -> Story:
+    """Return a story in which the calls over gateways are lines of a batch, but for responses."""
+    plain: dict[str, Any] = {"twice": False, "drop_ms": 0, "leave_ms": 0, "budget_ms": 0}
+    plain |= {"interface": "batch", "keyed": True, "tenant": "batches", "priority": 0}
+    requests = [
+        msgspec.structs.replace(each, **plain) if each.interface in ("stream", "whole") else each
+        for each in story.requests
+    ]
+    return msgspec.structs.replace(story, requests=tuple(requests))
 
 
 def _with_states(story: Story) -> Story:

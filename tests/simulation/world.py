@@ -183,9 +183,13 @@ class World:
                 self.start(program)
         for number in range(self.story.clients):
             self.start_client(number)
+        lines = [each for each in self.story.requests if each.interface == "batch"]
+        if lines:
+            self.at(min(each.at_ms for each in lines), partial(self._begin_batch, lines))
         for request in self.story.requests:
-            send = self._send if request.interface == "bus" else self._call_gateway
-            self.at(request.at_ms, partial(send, request))
+            if request.interface != "batch":
+                send = self._send if request.interface == "bus" else self._call_gateway
+                self.at(request.at_ms, partial(send, request))
         self._faults.begin()
         self.loop.most_events = EVENTS + EVENTS_EACH * len(self.story.requests)
         self.loop.check, self.loop.check_every = self._check, CHECK_EVERY
@@ -345,6 +349,15 @@ class World:
             call.process = self._outside
             first = request.client + number
             self.loop.start(self._outside, HttpCall(self, call, programs, first).run())
+
+    def _begin_batch(self, lines: list[Request]) -> None:
+        from .batch_clients import BatchCall
+
+        calls = [self.calls[each.name] for each in lines]
+        for call in calls:
+            call.process = self._outside
+        programs = self.story.gateway_programs
+        self.loop.start(self._outside, BatchCall(self, calls, programs, "the batch").run())
 
     async def _call(self, client: BusClient, call: Call) -> None:
         request = call.request

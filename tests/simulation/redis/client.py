@@ -118,6 +118,8 @@ class _Pipeline:
         self._commands: list[tuple[Any, ...]] = []
         self._watched: tuple[Any, ...] | None = None
         self._before: Any = None
+        # Between `watch` and `multi` commands run at once.
+        self._reads = False
 
     async def __aenter__(self) -> _Pipeline:
         return self
@@ -125,7 +127,9 @@ class _Pipeline:
     async def __aexit__(self, *error: object) -> None:
         pass
 
-    def execute_command(self, *command: Any, **options: Any) -> _Pipeline:
+    def execute_command(self, *command: Any, **options: Any) -> Any:
+        if self._reads:
+            return self._client.execute_command(*command)
         self._commands.append(command)
         return self
 
@@ -145,28 +149,16 @@ class _Pipeline:
 
     async def watch(self, key: Any) -> None:
         """Remember a key's value, which `execute` compares."""
-        self._watched = ("GET", key)
+        self._watched, self._reads = ("GET", key), True
         self._before = await self._read(key)
 
     async def _read(self, key: Any) -> Any:
         found = await self._client.exchange([("GET", key), ("HGETALL", key)])
         return [None if isinstance(each, Exception) else each for each in found]
 
-    async def get(self, key: Any) -> Any:
-        return await self._client.execute_command("GET", key)
-
-    async def hget(self, key: Any, field: Any) -> Any:
-        return await self._client.execute_command("HGET", key, field)
-
     def multi(self) -> None:
         """Queue the following commands."""
-
-    def set(self, key: Any, value: Any) -> None:
-        self._commands.append(("SET", key, value))
-
-    def hset(self, key: Any, mapping: dict[Any, Any]) -> None:
-        pairs = (each for pair in mapping.items() for each in pair)
-        self._commands.append(("HSET", key, *pairs))
+        self._reads = False
 
     async def _execute_if_unchanged(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         assert self._watched is not None

@@ -14,6 +14,7 @@ from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
 from .images import ImagesConfig
+from .mcp import McpConfig
 from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
 from .ray import RayConfig
@@ -392,6 +393,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
     policy: PolicyConfig = PolicyConfig()
     batches: BatchesConfig = BatchesConfig()
+    mcp: McpConfig = McpConfig()
     deployment: DeploymentConfig = DeploymentConfig()
     ray: RayConfig = RayConfig()
     models: tuple[ModelConfig, ...] = ()

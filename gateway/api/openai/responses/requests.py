@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sized
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -100,6 +100,8 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
         constraint: The output's, where tools or reasoning add to that of the fields.
         images: Images of the prompt.
         session: The session of which it is a turn; "" for none.
+        answer: The response as it is now, of several requests; None if it follows from the outputs
+            of one.
     """
 
     call: ResponseCall
@@ -113,6 +115,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     constraint: Constraint | None = None
     images: tuple[ImageInput, ...] = ()
     session: str = ""
+    answer: dict[str, Any] | None = None
 
     @property
     def request_ids(self) -> list[str]:
@@ -124,7 +127,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     @property
     def is_complete(self) -> bool:
-        return self.background or self.keyed is not None
+        return self.background or self.keyed is not None or self.answer is not None
 
     @property
     def is_durable(self) -> bool:

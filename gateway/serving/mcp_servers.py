@@ -92,6 +92,15 @@ def read_servers(path: Path, setting: str) -> dict[str, McpServer]:
     return servers
 
 
+def configured(config: McpConfig) -> dict[str, McpServer]:
+    """Return the servers that calls may name, as they are now in their file.
+
+    Raises:
+        ConfigError: The file has none.
+    """
+    return read_servers(Path(config.servers), "mcp.servers") if config.servers else {}
+
+
 def url_rules(config: McpConfig) -> UrlRules:
     """Return the rules of URLs that clients give."""
     return UrlRules(

@@ -33,7 +33,7 @@ class Services:
     """The services of one model.
 
     Raises:
-        ConfigError: `gateway.message_format` is unknown for any model.
+        ConfigError: `gateway.message_format` is unknown for any model; `mcp.servers` has none.
 
     Attributes:
         client: The model's client.
@@ -66,6 +66,10 @@ class Services:
         client, config, measures = self.client, self.config, self.measures
         gateway = config.gateway
         find_format(gateway.message_format, None, "", "")
+        if config.mcp.enabled:
+            from .mcp_servers import configured  # a missing package or file ends the start
+
+            configured(config.mcp)
         workers = TemplateWorkers(AT_ONCE, gateway.template_timeout_s)
         self.tokenizer = LazyTokenizer(
             config.engine.model_folder, gateway.message_format, workers.run

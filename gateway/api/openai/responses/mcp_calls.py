@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import anyio
@@ -25,7 +24,7 @@ from ....server.http import EventStream, JsonResponse, Response, SendEvent, conn
 from ....serving.begun_calls import Found, name_of_key, pauses_s
 from ....serving.durable_calls import IdempotencyKey
 from ....serving.fields import read_part
-from ....serving.mcp_servers import Connection, McpServer, failed, read_servers, url_rules
+from ....serving.mcp_servers import Connection, McpServer, configured, failed, url_rules
 from ....serving.mcp_servers import connected as connected_server
 from ....serving.prepared import about_tools
 from ....serving.samples import SampleChunks, stream_unsent
@@ -139,7 +138,7 @@ def _servers(services: Services, wanted: ResponseCall) -> list[_Wanted]:
         RequestError: A URL is not allowed.
     """
     config = services.config.mcp
-    known = read_servers(Path(config.servers), "mcp.servers") if config.servers else {}
+    known = configured(config)
     found: dict[str, _Wanted] = {}
     for number, each in enumerate(wanted.fields.tools):
         if each.get("type") != MCP:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
@@ -16,7 +17,7 @@ from openai import APIStatusError, AsyncOpenAI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config
+from nano_inference.config import Config, ConfigError
 from nano_inference.gateway.api.openai.responses.items import answered, turns_of
 from nano_inference.gateway.serving.mcp_servers import Connection, Outcome
 
@@ -422,6 +423,29 @@ async def test_servers_that_are_not_allowed_are_refused(
 async def test_background_is_refused(http: Client, tool: dict[str, Any]) -> None:
     asked = {"input": "a", "tools": [tool], "background": True}
     assert "ends with its connection" in (await http.post(PATH, json=asked)).text
+
+
+async def test_a_server_of_the_gateway_is_named_by_its_label(
+    config: Config, engine: FakeEngine, model: Model, served: Served, tmp_path: Path
+) -> None:
+    path = tmp_path / "servers.json"
+    changed = msgspec.structs.replace(config.mcp, servers=str(path), server_hosts=())
+    config = msgspec.structs.replace(config, mcp=changed)
+    with pytest.raises(ConfigError, match=r"mcp\.servers: can't read"):
+        app_of(engine, config)
+    own = {"sums": {"url": served.url, "headers": {"Authorization": "Bearer own"}}}
+    path.write_text(json.dumps({"mcpServers": own}))
+    says(model, TWO_ROUNDS)
+    named = {"type": "mcp", "server_label": "sums", "require_approval": "never"}
+    choice = {"type": "mcp", "server_label": "sums", "name": "add"}
+    asked = {"input": "Sum?", "tools": [named], "tool_choice": choice}
+    async with http_of(app_of(engine, config)) as client:
+        answer = (await client.post(PATH, json=asked)).json()
+        by_url = asked | {"tools": [named | {"server_url": served.url}]}
+        by_its_url = await client.post(PATH, json=by_url)
+    assert (served.calls, answer["tool_choice"]) == ([(1, 2), (3, 4)], choice)
+    assert "Bearer own" in served.headers
+    assert by_its_url.json()["error"]["code"] == "mcp_off"
 
 
 async def test_without_the_setting_a_server_is_refused(

@@ -12,6 +12,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+USED := $(VENV)/.usable
 STAMP := $(VENV)/.installed
 
 # Four keep two cores busy. A file's tests stay together: they share servers and pipelines. The
@@ -26,7 +27,7 @@ export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: demo test test-fast soak simulate check site docs proto bench clean
 
-demo: $(STAMP)
+demo: $(USED)
 	$(BIN)/nano-inference demo
 
 test: $(STAMP)
@@ -76,10 +77,18 @@ bench: $(STAMP)
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache
 
-# A virtual environment of our own, renewed when what it holds is changed.
-$(STAMP): pyproject.toml constraints.txt
+# A virtual environment of our own, renewed when what it holds is changed: what users need, and then
+# what tests and checks need. Python compiles what is imported; all of it would take as long again.
+INSTALL = $(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable
+
+$(USED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11 to 3.13 is needed, this is %d.%d; set PYTHON=python3.11" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
-	# Python compiles what is imported; the rest is most of these packages, and of the time.
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[all,test,check]"
+	@echo "# installing into $(VENV): torch and some eighty packages, which takes two to five minutes"
+	$(INSTALL) ".[all]"
+	touch $@
+
+$(STAMP): $(USED)
+	@echo "# installing what the tests need, which takes a minute or two"
+	$(INSTALL) ".[all,test,check]" --quiet
 	touch $@

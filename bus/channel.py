@@ -223,6 +223,14 @@ class OutputStream(Protocol[T_co]):
     async def aclose(self) -> None: ...
 
 
+class EndedStream(OutputStream[Completion], Protocol):
+    """Result of `ended`."""
+
+    @property
+    def position(self) -> str:
+        """The position after the last message that was returned."""
+
+
 class ResultStreams(Protocol):
     """Result streams: one per request, and one with every terminal message."""
 
@@ -308,6 +316,19 @@ class ResultStreams(Protocol):
 
         A slow reader misses the oldest ones: in memory beyond `TAIL_CAPACITY`, on Redis beyond
         `results_maxlen`.
+        """
+
+    async def ended(self, after: str = "") -> EndedStream:
+        """Return every request's terminal message after a position, and miss none.
+
+        Args:
+            after: A `position` of such a stream; "" for now.
+
+        Raises:
+            RequestError: invalid_position.
+            BusError: Also while iterating: results_lost: some are no longer there. On Redis the
+                last `results_maxlen` are kept, in memory those that `recorded` has.
+            ChannelClosed: The bus was closed.
         """
 
     def newest(self, within_s: float) -> AsyncIterator[Completion]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import signal
@@ -20,10 +21,12 @@ from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from . import admin, dlq, local, models, operations
+from .batches import server as batches
 from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
 from .embed import embed, score
+from .help import Commands, HelpGroup
 from .launch import launch
 from .options import option
 from .pull import pull
@@ -45,12 +48,15 @@ INTERRUPTED = 130
 PIPE_CLOSED = 128 + signal.SIGPIPE
 """Exit status when the reader of standard output has ended, as in shells."""
 
-app = typer.Typer(
-    name=PROGRAM,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+
+class _Root(HelpGroup):
+    common = frozenset(
+        {"chat", "complete", "demo", "doctor", "list", "models", "ps", "pull", "serve", "status"}
+        | {"score", "stop", "submit", "top", "trace", "up", "weights"}
+    )
+
+
+app = Commands(name=PROGRAM, cls=_Root, pretty_exceptions_enable=False)
 
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Look around": {
@@ -75,6 +81,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "chat": chat,
         "complete": complete,
         "cancel": cancel,
+        "batch": batches.app,
         "models": models.app,
         "launch": launch,
     },
@@ -132,23 +139,13 @@ def _root(
         bool, option("--version", "Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """An LLM inference engine for RL rollouts and serving, as a pipeline on a message bus.
+    """An LLM inference engine for RL rollouts and serving.
 
-    Try it, without a server and without a download:
+        nano-inference demo          (try it, without a server or a download)
 
-        nano-inference demo
+        nano-inference serve         (serve a model over HTTP)
 
-    Serve a model over HTTP, and talk with it from another terminal:
-
-        nano-inference serve
-
-        nano-inference chat
-
-    Start a pipeline of several processes, and send it requests from another terminal:
-
-        nano-inference up
-
-        nano-inference submit "98 + 25 ="
+        nano-inference chat          (talk with it, from another terminal)
 
     Each command has its own help: `nano-inference submit --help`.
     """
@@ -237,6 +234,7 @@ def _status_of(error: BaseException) -> int | None:
 
 # --- usage errors -------------------------------------------------------------------------------
 
+_POSSIBLE = re.compile(r" \(Possible options: (.*)\)")
 _NO_COMMAND = re.compile(r"No such command '(\w+)'")
 
 _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
@@ -264,6 +262,10 @@ def usage_sentence(error: Any) -> str:
     message = _of_value(error) or str(error.format_message())
     if (name := _NO_COMMAND.match(message)) and (ours := _OF_OTHERS.get(name[1])):
         return f"there is no command {name[1]!r}; {ours}"
+    if possible := _POSSIBLE.search(message):
+        typed = message[: possible.start()].rpartition(" ")[2]
+        (name,) = difflib.get_close_matches(typed, possible[1].split(", "), n=1, cutoff=0)
+        message = f"{message[: possible.start()]}; did you mean {name}?"
     sentence = f"{message[:1].lower()}{message[1:]}".rstrip(".")
     sentence += _advice(error, context, command)
     return f"{sentence}{' See' if sentence.endswith('?') else '; see'} '{command} --help'"

@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -32,7 +32,10 @@ from .images import for_server, from_server, question, read_image
 from .line_editing import line_editing
 from .options import AskedModel, Options, argument, option, takes, takes_server_options
 from .requests import Template, field, given, template
-from .terminal import AnswerWriter, complain, failures_exit, harmless
+from .terminal import AnswerWriter, complain, cut, failures_exit, harmless, one_line
+
+if TYPE_CHECKING:
+    from .mcp_tools import McpTools
 
 COMMANDS = {
     "/clear": "forgets the conversation",
@@ -52,6 +55,9 @@ _QUOTES = '"""'
 """Begins and ends a question of several lines."""
 
 _PROMPT = "> "
+
+_RESULT_CELLS = 400
+"""Columns of a tool's result that are shown."""
 
 DEMO_QUESTIONS = (
     "What is 3 + 4?",
@@ -84,6 +90,13 @@ def chat(
     tools: Annotated[
         Path | None, field("--tools FILE", "Callable tools, as in OpenAI's interface, in JSON.")
     ] = None,
+    mcp: Annotated[
+        Path | None, field("--mcp FILE", "MCP servers with tools, as other programs' mcpServers.")
+    ] = None,
+    mcp_allow: Annotated[
+        str,
+        field("--mcp-allow NAMES", "Servers or tools called without asking, with commas, or all."),
+    ] = "",
     plain: Annotated[
         bool, option("--plain", "Print answers as they are, not as Markdown.")
     ] = False,
@@ -97,19 +110,32 @@ def chat(
 
         nano-inference chat
 
-        nano-inference chat --url http://127.0.0.1:8000/v1 --system "Answer in one word."
+        nano-inference chat --url http://127.0.0.1:8000 --system "Answer in one word."
 
     Each line is a question, and the model reads the whole conversation. A question of several lines
     begins and ends with \"\"\". Ctrl-C stops an answer and keeps its text; Ctrl-D ends the program.
     A line that begins with / is a command: /help lists them; with // it is a question that begins
     with one /. With --tools, at a server, a tool call is printed, and the next line is its result.
 
+    With --mcp, the tools of MCP servers are called for the model, each call after you allow it;
+    on a pipe only those that --mcp-allow names. FILE has {"mcpServers": {"NAME": {"command": …} or
+    {"url": …}}}.
+
     On a pipe, standard output has the answers alone, and the exit status is 1 when a question was
     refused or failed, or a tool call has no next line.
     """
     target = target_of(options, or_serve=True)
     known = _tools_of(tools, target) if tools is not None else []
-    _Chat(target, template, model, system, known, plain, not no_history).run()
+    _Chat(
+        target,
+        template,
+        model,
+        system,
+        known,
+        plain,
+        not no_history,
+        _servers(mcp, mcp_allow, target),
+    ).run()
 
 
 @dataclass
@@ -124,6 +150,7 @@ class _Chat:
     tools: list[Any]
     is_plain: bool
     keeps_history: bool
+    mcp: McpTools | None = None
 
     def __post_init__(self) -> None:
         self._messages: list[Message] = []
@@ -150,6 +177,9 @@ class _Chat:
             with failures_exit():
                 if self._on_terminal or self.model is None:
                     opening = runner.run(self._check())
+                if self.mcp is not None:
+                    runner.run(self.mcp.open())
+                    self.tools += self.mcp.offered
             if self._on_terminal:
                 _note(*opening, f"model: {self.model or 'the default'}; /help for commands")
                 editing = line_editing(
@@ -271,7 +301,7 @@ class _Chat:
         """Answer the last question again."""
         asked = [n for n, each in enumerate(self._messages) if each["role"] == "user"]
         if not asked:
-            raise ConfigError("there is no question yet")
+            raise ConfigError("there is no question yet; write one first")
         if not self.template.get("sampling", {}).get("temperature"):
             _note("at temperature 0 the answer is the same; chat --temperature 0.7 varies it")
         before = self._messages[asked[-1] :]
@@ -290,7 +320,7 @@ class _Chat:
         except FileExistsError:
             raise ConfigError(f"{path} exists; give another name") from None
         except OSError as error:
-            raise ConfigError(f"can't write {path}: {error.strerror}") from None
+            raise ConfigError(f"can't write {path}: {error.strerror}; name another") from None
         with open(file, "wb") as opened:
             opened.write(msgspec.json.format(content) + b"\n")
         self._saved = path
@@ -301,11 +331,18 @@ class _Chat:
         try:
             found = msgspec.json.decode(path.read_bytes(), type=_Conversation).messages
         except OSError as error:
-            raise ConfigError(f"can't read {path}: {error.strerror}") from None
+            raise ConfigError(
+                f"can't read {path}: {error.strerror}", remedy="give a readable file"
+            ) from None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} has no conversation: {error}") from None
+            raise ConfigError(
+                f"{path} has no conversation: {error}", remedy="give a file that /save has written"
+            ) from None
         if not all("role" in each for each in found):
-            raise ConfigError(f"{path} has no conversation: a message has no role")
+            raise ConfigError(
+                f"{path} has no conversation: a message has no role",
+                remedy="give a file that /save has written",
+            )
         systems = [str(each.get("content")) for each in found if each["role"] == "system"]
         self.system = "\n".join(systems)
         self._messages = [from_server(each) for each in found if each["role"] != "system"]
@@ -324,7 +361,7 @@ class _Chat:
         Raises:
             EOFError: The input ends at a tool call.
         """
-        before = len(self._messages)
+        before, rounds = len(self._messages), 0
         new = [asked]
         while new:
             calls = self._answered(runner, new)
@@ -332,7 +369,8 @@ class _Chat:
                 # A tool call must be followed by its result.
                 del self._messages[before:]
                 return False
-            new = self._results(calls)
+            rounds += 1
+            new = self._results(runner, calls, rounds)
         return True
 
     def _answered(self, runner: asyncio.Runner, new: list[Message]) -> list[ReceivedCall] | None:
@@ -369,18 +407,64 @@ class _Chat:
 
         return MarkdownWriter()
 
-    def _results(self, calls: list[ReceivedCall]) -> list[Message]:
-        """Read the results of tool calls, one line each. Raises EOFError: The input ends."""
+    def _results(
+        self, runner: asyncio.Runner, calls: list[ReceivedCall], rounds: int
+    ) -> list[Message]:
+        """Return the results of tool calls: of an MCP server, or of one line each.
+
+        Args:
+            rounds: How many answers to this question have had calls.
+
+        Raises:
+            EOFError: The input ends.
+        """
         results: list[Message] = []
         for call in calls:
             _note(f"calls {harmless(call.name)} {harmless(call.arguments)}")
-            try:
-                result = self._read(f"{harmless(call.name)} > ").rstrip("\n")
-            except EOFError:
-                self._failed = True
-                raise
+            if self.mcp is not None and self.mcp.has(call.name):
+                result = self._called(runner, self.mcp, call, rounds)
+                _note(f"result: {cut(one_line(result), _RESULT_CELLS)}")
+            else:
+                try:
+                    result = self._read(f"{harmless(call.name)} > ").rstrip("\n")
+                except EOFError:
+                    self._failed = True
+                    raise
             results.append({"role": "tool", "tool_call_id": call.id, "content": result})
         return results
+
+    def _called(
+        self, runner: asyncio.Runner, mcp: McpTools, call: ReceivedCall, rounds: int
+    ) -> str:
+        """Call a tool of an MCP server if the user allows it, and return its result.
+
+        Raises:
+            EOFError: The input ends.
+        """
+        if rounds > mcp.max_rounds:
+            return f"Error: not called: this question had {mcp.max_rounds} rounds of calls; answer"
+        if not mcp.allows(call.name):
+            reply = ""
+            if self._on_terminal:
+                with suppress(KeyboardInterrupt):
+                    reply = self._read("call it? y, n, or a for always > ", again=False)
+            else:
+                _note(f"not allowed; --mcp-allow {harmless(call.name)} allows it")
+            reply = reply.strip().lower()[:1]
+            if reply == "a":
+                mcp.allow(call.name)
+            elif reply != "y":
+                return "Error: the user did not allow the call"
+        results: list[str] = []
+
+        async def run() -> None:
+            results.append(await mcp.call(call.name, call.arguments))
+
+        try:
+            runner.run(self._ctrl_c.watched(run()))
+        except asyncio.CancelledError:
+            return "Error: the user stopped the call, which may have had its effect"
+        return results[0]
 
     async def _check(self) -> tuple[str, ...]:
         """Set the model that requests name, and return the opening lines for a terminal."""
@@ -466,6 +550,19 @@ def _tools_of(path: Path, target: Target) -> list[Any]:
         ) from None
 
 
+def _servers(path: Path | None, allowed: str, target: Target) -> McpTools | None:
+    """Raises ConfigError: the file has no servers, or a bus takes no tools."""
+    if path is None:
+        if allowed:
+            raise ConfigError("--mcp-allow takes --mcp FILE")
+        return None
+    if not isinstance(target, ServerAddress):
+        raise ConfigError("--mcp takes a server (--url); requests on a bus have no tools")
+    from .mcp_tools import McpTools  # only with servers
+
+    return McpTools(path, allowed)
+
+
 def _note(*lines: str) -> None:
     """Print lines of the program, on standard error."""
     begin, end = ("\x1b[2m", "\x1b[22m") if has_colours(sys.stderr) else ("", "")
@@ -499,7 +596,7 @@ def complete(
 
         nano-inference complete "98 + 25 ="
 
-        nano-inference complete "98 + 25 =" --url http://127.0.0.1:8000/v1 --max-tokens 8
+        nano-inference complete "98 + 25 =" --url http://127.0.0.1:8000 --max-tokens 8
 
         nano-inference complete < prompt.txt
 

@@ -17,6 +17,7 @@ from ..bus import Bus
 from ..bus.codec import decode_output
 from ..bus.public import DEFAULT_TENANT, Completion, CompletionChunk, ErrorInfo, Output
 from ..config import (
+    API_KEY_VARIABLE,
     BusError,
     ConfigError,
     ModelConfig,
@@ -43,7 +44,9 @@ T = TypeVar("T")
 
 _CONNECT_S = 10.0
 _DONE = "[DONE]"
-_REFUSALS = range(400, 600)
+REFUSALS = range(400, 600)
+"""Statuses of answers that refuse."""
+
 _PARAMETER = re.compile(r"\{.*?\}")
 
 _OUTPUTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
@@ -285,7 +288,9 @@ class ServerClient:
         headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         # The server limits the time of an answer, and Ctrl-C ends it.
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
-        self._client = httpx2.AsyncClient(timeout=timeout, headers=headers)
+        # A batch sends more calls at once than the default of connections.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx2.AsyncClient(timeout=timeout, headers=headers, limits=limits)
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
@@ -302,6 +307,7 @@ class ServerClient:
         body: Any = None,
         headers: dict[str, str] | None = None,
         accepted: Collection[int] = (),
+        **content: Any,
     ) -> AsyncIterator[httpx2.Response]:
         """Yield an answer with a status of success, or one that is accepted.
 
@@ -311,10 +317,12 @@ class ServerClient:
         """
         answered = False
         try:
-            async with self._client.stream(method, url, json=body, headers=headers) as response:
+            if body is not None:
+                content["json"] = body
+            async with self._client.stream(method, url, headers=headers, **content) as response:
                 answered = True
                 if not (response.is_success or response.status_code in accepted):
-                    raise _refusal(response.status_code, await response.aread())
+                    raise refusal(response.status_code, await response.aread())
                 yield response
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             why = str(error) or type(error).__name__
@@ -386,14 +394,14 @@ class ServerClient:
         """Yield the outputs of a request, which the last one ends. Raises RequestError: it failed,
         or the connection was lost."""
         done = False
-        accepted = () if body.get("stream", True) else _REFUSALS
+        accepted = () if body.get("stream", True) else REFUSALS
         async with self._answer("POST", self.url + path, body, headers, accepted) as response:
             if accepted:
                 content = await response.aread()
                 try:
                     yield decode_output(content)
                 except ValueError:
-                    raise _refusal(response.status_code, content) from None
+                    raise refusal(response.status_code, content) from None
                 return
             async for event in httpx2.EventSource(response):
                 try:
@@ -404,7 +412,11 @@ class ServerClient:
                 done = isinstance(output, Completion)
                 yield output
         if not done:
-            raise RequestError(f"{self.url} ended before its answer did", code="connection_lost")
+            raise RequestError(
+                f"{self.url} ended before its answer did",
+                code="connection_lost",
+                remedy="send it again",
+            )
 
     async def cancel(self, request_id: str) -> None:
         """See PipelineClient."""
@@ -649,11 +661,13 @@ def openai_call(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     return body, {"X-Tenant": request["tenant"]} if "tenant" in request else {}
 
 
-def _refusal(status: int, body: bytes) -> RequestError:
+def refusal(status: int, body: bytes) -> RequestError:
     """Return the error of an answer, in OpenAI's form or as its status."""
     try:
         error = msgspec.json.decode(body, type=_Chunk).error or _Error()
     except ValueError:
         error = _Error()
     message = error.message or cut(f"the server answers with status {status}: {body[:400]!r}")
+    if error.code == "missing_api_key":
+        message = f"the server takes no call without a key; give --api-key, or {API_KEY_VARIABLE}"
     return RequestError(message, code=str(error.code or status))

@@ -202,6 +202,6 @@ def unreachable(bus: BusConfig, error: BusError) -> BusError:
     if bus.url != DEFAULT_URL or "can't reach" not in str(error):
         return error
     return BusError(
-        f"no pipeline at {DEFAULT_URL}; start one with `nano-inference up`, or give the URL of "
-        f"another with --bus, or that of a server as {ROOT} with --url"
+        f"no pipeline at {DEFAULT_URL}; start one with `nano-inference up`, or a server with "
+        f"`nano-inference serve`; --bus or --url, as {ROOT}, names another"
     )

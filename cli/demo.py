@@ -40,7 +40,8 @@ WEATHER = {"type": "function", "function": _FUNCTION}
 """The tool in the prompt of the kind "tools"."""
 
 # Width of the table of times without its prompts.
-_OTHER_COLUMNS = 59
+_OTHER_COLUMNS, _OTHER_COLUMNS_NARROW = 59, 31
+_WIDE = 70
 
 
 class Row(msgspec.Struct):
@@ -213,16 +214,24 @@ class _Answer:
 
 def _report(console: Console, rows: list[Row], seconds: float) -> None:
     numbers = ("TTFT ms", "tok/s", "tokens")
-    names = ("", "kind", "prompt", *numbers, "finish", "status")
+    is_wide = console.width >= _WIDE
+    names: tuple[str, ...] = ("", "kind", "prompt", *numbers, "finish", "status")
+    if not is_wide:
+        names = ("", "prompt", *numbers)
     made = table(*names, right=("", *numbers), box=box.SIMPLE_HEAD)
     made.padding, made.columns[0].style = (0, 1, 0, 0), "dim"
-    prompt_width = max(10, min(console.width, 100) - _OTHER_COLUMNS)
+    others = _OTHER_COLUMNS if is_wide else _OTHER_COLUMNS_NARROW
+    prompt_width = max(10, min(console.width, 100) - others)
     ended = [row.completion for row in rows if row.completion is not None]
     tokens = sum(completion.usage.completion_tokens for completion in ended)
     for number, row in enumerate(rows, 1):
         if row.completion is not None:
             prompt = cut(row.prompt, prompt_width)
-            made.add_row(str(number), row.kind, prompt, *_facts(row.completion))
+            facts = _facts(row.completion)
+            if is_wide:
+                made.add_row(str(number), row.kind, prompt, *facts)
+            else:
+                made.add_row(str(number), prompt, *facts[: len(numbers)])
     console.print(made)
     console.print(
         f"{tokens} tokens for {len(rows)} requests in {seconds:.2f} s: "

@@ -81,7 +81,7 @@ def _part_from_server(part: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(head)
         return {"type": "image", "data": base64.b64decode(data, validate=True)}
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise ConfigError("an image of the conversation is no data URL") from None
+        raise ConfigError("an image of the conversation is no data URL; add it anew") from None
 
 
 def _part_for_server(part: dict[str, Any]) -> dict[str, Any]:

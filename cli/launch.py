@@ -54,7 +54,7 @@ def launch(
     options: Options,
     program: Annotated[str, argument("PROGRAM", f"One of {', '.join(AGENTS)}.")],
     arguments: Annotated[
-        list[str] | None, argument("[-- ARGUMENT...]", "The program's own arguments.")
+        list[str] | None, argument("-- ARGUMENT", "The program's own arguments.")
     ] = None,
     model: AskedModel = None,
     printed: Annotated[

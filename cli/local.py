@@ -39,7 +39,7 @@ _LOOK_S = 0.2
 _TAIL_BYTES = 1 << 20
 
 Which = Annotated[
-    str | None, argument("[NAME]", "A model, an address, a port or a process, as `ps` shows them.")
+    str | None, argument("NAME", "A model, an address, a port or a process, as `ps` shows them.")
 ]
 
 
@@ -168,7 +168,7 @@ def ps(options: Options, as_json: AsJson = False) -> None:
     ]
     columns = ("NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL", "ADDRESS", "PID")
     nothing = "nothing runs; `nano-inference serve` starts a server"
-    print_table(columns, rows, nothing, right=("SIZE", "CONTEXT", "PID"), fold=("NAME",))
+    print_table(columns, rows, nothing, right=("SIZE", "CONTEXT", "PID"), fold=("NAME", "ADDRESS"))
 
 
 def run_with_patience(running: Running, options: Options) -> list[RunningModel]:
@@ -216,7 +216,7 @@ def _chosen(name: str | None) -> list[Running]:
     """
     every = found()
     if not every:
-        raise ConfigError("nothing runs on this machine; `nano-inference serve` starts a server")
+        raise ConfigError("nothing runs on this machine; start a server by `nano-inference serve`")
     chosen = [each for each in every if name is None or _named(each, name)]
     if not chosen:
         assert name is not None
@@ -306,7 +306,9 @@ def logs(
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        raise ConfigError(f"{running.log} can't be read: {error.strerror or error}") from None
+        raise ConfigError(
+            f"{running.log} can't be read: {error.strerror or error}", remedy="give a readable file"
+        ) from None
 
 
 def _followed(running: Running, log: Path, lines: int, *, follow: bool) -> Iterator[str]:

@@ -13,6 +13,7 @@ from ..config import ConfigError, ModelConfig, ModelError, RequestError
 from ..pipeline.models import ModelStatus
 from .clients import Client, ListedModel, Unreachable, client_at
 from .connection import DEFAULT_SERVER, ServerAddress, Target, run_with, target_of
+from .help import Commands
 from .local import print_local_models
 from .options import AsJson, Options, argument, option, takes_server_options
 from .status import duration
@@ -31,9 +32,7 @@ T = TypeVar("T")
 
 _BYTES = {1 << 30: " GiB", 1 << 20: " MiB", 1: " B"}
 
-app = typer.Typer(
-    context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
-)
+app = Commands(invoke_without_command=True)
 
 Name = Annotated[str, argument("ID", "The model, by one of its names.")]
 Timeout = Annotated[float | None, option("--timeout SECONDS", "Limit for its requests.", min=0)]
@@ -49,7 +48,7 @@ def models(options: Options, context: typer.Context, as_json: AsJson = False) ->
 
         nano-inference models
 
-        nano-inference models --url http://127.0.0.1:8000/v1
+        nano-inference models --url http://127.0.0.1:8000
 
         nano-inference models --bus redis://127.0.0.1:6390
 

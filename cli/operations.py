@@ -494,7 +494,7 @@ def _show_shards(found: Shards) -> None:
 @takes_status_options
 def shards(
     options: Options,
-    number: Annotated[int | None, argument("[NUMBER]", "The new number, 1 to 64.")] = None,
+    number: Annotated[int | None, argument("NUMBER", "The new number, 1 to 64.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the number of shards of the requests stream, or change it while requests run.

@@ -27,6 +27,7 @@ from ..config import (
     text_in,
 )
 from ..telemetry import setup_logging
+from .help import group as group
 from .model_files import check_model_path
 
 Command = Callable[..., None]
@@ -70,7 +71,8 @@ class Options(msgspec.Struct, frozen=True):
     """Options of many commands; None if not given. Only the first three set no setting."""
 
     url: Annotated[
-        str | None, _setting("--url URL", "A server, as http://127.0.0.1:8000, instead of a bus.")
+        str | None,
+        _setting("--url URL", "A server, as http://127.0.0.1:8000; default: what runs here."),
     ] = None
     api_key: Annotated[
         str | None,
@@ -107,7 +109,9 @@ class Options(msgspec.Struct, frozen=True):
     ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None,
-        _setting("--log-level", "Least level that is printed.", case_sensitive=False),
+        _setting(
+            "--log-level", "Least level; default: warning, of servers info.", case_sensitive=False
+        ),
     ] = None
 
     def config(self, **more: Any) -> Config:
@@ -219,12 +223,3 @@ takes_gateway_options = takes(Options, "bus", "model", *_CLIENT[1:])
 
 takes_engine_options = takes(Options, "reference", "bus", "model", *_CLIENT[1:])
 """For commands that run stages."""
-
-
-def group(describe: Callable[[], None]) -> typer.Typer:
-    """Return a command with subcommands, whose help is the function's docstring."""
-    return typer.Typer(
-        help=inspect.getdoc(describe),
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )

@@ -49,7 +49,7 @@ At = Annotated[
 def replay(
     options: Options,
     id: Annotated[
-        str, argument("[ID]", "Of a request, entry, call or trace; with --file default: all.")
+        str, argument("ID", "Of a request, entry, call or trace; with --file default: all.")
     ] = "",
     file: File = None,
     at: At = None,
@@ -278,7 +278,7 @@ def _results_in(line: Any) -> Iterator[Completion | TrainingSample]:
 def digest(
     options: Options,
     ids: Annotated[
-        list[str] | None, argument("[ID...]", "Only these requests; PREFIX* for all that begin so.")
+        list[str] | None, argument("ID", "Only these requests; PREFIX* for all that begin so.")
     ] = None,
     file: File = None,
     last: Annotated[

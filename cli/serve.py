@@ -82,7 +82,7 @@ def serve(
     (docs/kserve.md), with --grpc-port also over gRPC. Without keys (docs/policy.md), every client
     that reaches the port may use all of it, so it listens on this machine only.
 
-    On Ctrl-C or SIGTERM it stops being ready and finishes requests in flight, within
+    On Ctrl-C, SIGTERM or SIGHUP it stops being ready and finishes requests in flight, within
     `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once. With --bus requests go over Redis,
     and a successor of this process continues them.
     """
@@ -163,7 +163,7 @@ def announce(config: Config, url: str | None, grpc: str | None = None) -> None:
             f"{served} at {url}, OpenAI's interface at {url}/v1"
             f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
             f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{asked}'\n\n"
-            f"  nano-inference chat --url {url}/v1\n\n"
+            f"  nano-inference chat --url {url}\n\n"
             f"{console}"
         )
     # The pipe may be closed, or the disk full.

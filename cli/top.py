@@ -88,7 +88,7 @@ def top(
 
         nano-inference top
 
-        nano-inference top --url 127.0.0.1:8000
+        nano-inference top --url http://127.0.0.1:8000
 
         nano-inference top --once --bus redis://10.0.0.5:6379
 

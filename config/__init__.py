@@ -32,6 +32,7 @@ from .errors import field_error as field_error
 from .errors import prompt_too_long as prompt_too_long
 from .gateway import GatewayConfig as GatewayConfig
 from .images import ImagesConfig as ImagesConfig
+from .mcp import McpConfig as McpConfig
 from .models import ModelConfig as ModelConfig
 from .policy import PolicyConfig as PolicyConfig
 from .quoting import MOST_SHOWN as MOST_SHOWN

@@ -22,7 +22,6 @@ class NanoInferenceError(Exception):
     """
 
     code = "internal_error"
-    retry_after_s: float | None = None
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ _EXTRAS = {
     "serve": ("cryptography", "jwt", "python_multipart", "re2", "starlette", "uvicorn"),
     "kserve": ("google", "grpc", "ml_dtypes"),
     "batch": ("obstore", "pyarrow"),
+    "mcp": ("mcp",),
     "ray": ("ray",),
 }
 _EXTRA_OF = {module: extra for extra, modules in _EXTRAS.items() for module in modules}

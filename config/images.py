@@ -59,17 +59,24 @@ class ImagesConfig(Section, frozen=True, forbid_unknown_fields=True):
             self.store_bytes >= RGB_BYTES * self.max_pixels,
             f"at least {RGB_BYTES} times images.max_pixels, or large images would not fit",
         )
-        self.require(
-            "url_hosts",
-            all(_HOST.fullmatch(host) for host in self.url_hosts),
-            "names of hosts, such as images.example.org or *.example.org, without scheme and port",
-        )
-        self.require(
-            "url_networks", all(map(_is_network, self.url_networks)), "networks such as 10.1.0.0/16"
-        )
-        self.require(
-            "url_ports", all(0 < port < 65_536 for port in self.url_ports), "ports from 1 to 65535"
-        )
+        check_urls(self, "url")
+
+
+def check_urls(section: Section, name: str) -> None:
+    """Check the settings of URLs that clients give: hosts, networks and ports.
+
+    Raises:
+        ConfigError: One is none.
+    """
+    hosts, networks, ports = (
+        getattr(section, f"{name}_{each}") for each in ("hosts", "networks", "ports")
+    )
+    form = "names of hosts, such as images.example.org or *.example.org, without scheme and port"
+    section.require(f"{name}_hosts", all(map(_HOST.fullmatch, hosts)), form)
+    section.require(
+        f"{name}_networks", all(map(_is_network, networks)), "networks such as 10.1.0.0/16"
+    )
+    section.require(f"{name}_ports", all(0 < p < 65_536 for p in ports), "ports from 1 to 65535")
 
 
 def _is_network(text: str) -> bool:

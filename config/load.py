@@ -83,7 +83,7 @@ def load_config(
         from .wrong_values import place_of, told_of, values_at
 
         # A text may be a secret.
-        given = None if "`str" in str(error) else tree
+        given = None if "`str" in str(error).partition(", got")[0] else tree
         values = ", ".join(map(repr, values_at(Config, place_of(error))))
         raise ConfigError(told_of(error, found=given, values=values)) from None
 

@@ -10,6 +10,7 @@ import msgspec
 from .base import Range
 from .errors import ParameterError
 from .quoting import is_unicode, shown
+from .wrong_values import told_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
@@ -29,11 +30,12 @@ def check_type(name: str, value: Any, kind: Any, allowed: Range | None) -> None:
         msgspec.convert(plain, kind)
     except (msgspec.ValidationError, TypeError) as error:
         code = f"invalid_{name}" if allowed else "invalid_request"
-        wrong = f"{name} is {shown(value)}"
-        if allowed and not (isinstance(value, int | float) and allowed.holds(value)):
-            wanted = f"it must be {allowed.wanted}"
-            raise ParameterError(wrong, wanted, param=name, code=code) from None
-        raise ParameterError(f"{wrong}: {error}", param=name, code=code) from None
+        if allowed and isinstance(value, int | float) and not allowed.holds(value):
+            limit = f"it must be {allowed.wanted}"
+            raise ParameterError(
+                f"{name} is {shown(value)}", limit, param=name, code=code
+            ) from None
+        raise ParameterError(told_of(error, name, value), param=name, code=code) from None
 
 
 def endless() -> ParameterError:

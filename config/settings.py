@@ -14,6 +14,7 @@ from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
 from .images import ImagesConfig
+from .mcp import McpConfig
 from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
 from .ray import RayConfig
@@ -109,12 +110,10 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
             # Without the value, which may be a password in the wrong place.
-            scheme, is_url, _ = self.url.partition("://")
             raise ConfigError(
-                f"bus.url has {f'the scheme {scheme!r:.40}' if is_url else 'no scheme'}",
-                "it must be 'memory' or a URL that starts with redis://, rediss://, unix://, "
+                f"bus.url has {'another scheme' if '://' in self.url else 'no scheme'}",
+                "it must be 'memory', or begin with redis://, rediss://, unix://, "
                 "redis+sentinel:// or redis+cluster://",
-                "write redis://HOST:PORT",
             )
         self.require(
             "prefix",
@@ -394,6 +393,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
     policy: PolicyConfig = PolicyConfig()
     batches: BatchesConfig = BatchesConfig()
+    mcp: McpConfig = McpConfig()
     deployment: DeploymentConfig = DeploymentConfig()
     ray: RayConfig = RayConfig()
     models: tuple[ModelConfig, ...] = ()
@@ -409,10 +409,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
             section, _, name = dotted.partition(".")
             known = type(getattr(self, section)).__struct_fields__
             if name not in known:
-                raise ConfigError(
-                    f"models: {model.id!r} sets {dotted!r:.80}, which is no setting",
-                    remedy="leave it out, or correct its name",
-                )
+                raise ConfigError(f"models: {model.id!r} sets {dotted!r:.80}; it must be a setting")
             tree[section][name] = value
         try:
             return msgspec.convert(tree, Config)

@@ -50,7 +50,8 @@ def told_of(error: Exception, what: str = "", found: Any = _UNKNOWN, values: str
     path = path.strip(".").replace(".[", "[")
     if field := _FIELD.match(text):
         name = f"{path}.{field_name(field[2])}".lstrip(".")
-        return f"{name} is missing" if field[1][0] == "m" else f"{name} is not known here"
+        missing = field[1][0] == "m"
+        return f"{name} is {'missing; add it' if missing else 'not known here; leave it out'}"
     if invalid := _INVALID.match(text):
         may_be = f"it may be {values}" if values else "it must be another one"
         return f"{path or 'the value'} is {shown(invalid[1][1:-1])}; {may_be}"
@@ -61,8 +62,9 @@ def told_of(error: Exception, what: str = "", found: Any = _UNKNOWN, values: str
     wanted = f"it must be {' or '.join(kinds)}{expected[2] or ''}"
     step = place[2] if place else ""
     if place and place[1]:
-        wrong = [key for key in _keys(_part(found, step)) if not key.removeprefix("-").isdecimal()]
-        which = f"the key {shown(wrong[0])}" if wrong else "a key of another kind"
+        keys = [str(key) for key in _keys(_part(found, step))]
+        wrong = [key for key in keys if not key.removeprefix("-").isdecimal()]
+        which = f"the key {shown(wrong[0])}" if wrong else "a key out of range"
         return f"{path or 'the object'} has {which}; {wanted}"
     value = _part(found, step.removesuffix("[...]"))
     if step.endswith("[...]"):
@@ -73,7 +75,7 @@ def told_of(error: Exception, what: str = "", found: Any = _UNKNOWN, values: str
         else:
             value = _UNKNOWN
     known = value is not _UNKNOWN and not isinstance(value, dict | list)
-    given = shown(value) if known else _KINDS.get(expected[3] or "", expected[3] or "out of range")
+    given = shown(value) if known else _KINDS.get(expected[3] or "", "out of range")
     return f"{path or 'the value'} is {given}; {wanted}"
 
 
@@ -105,5 +107,5 @@ def _part(found: Any, place: str) -> Any:
     return found
 
 
-def _keys(value: Any) -> list[str]:
-    return [key for key in value if isinstance(key, str)] if isinstance(value, dict) else []
+def _keys(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, dict) else []

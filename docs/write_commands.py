@@ -34,6 +34,7 @@ Commands that send something to a server or a pipeline take `--url` or `--bus`
 PAGES = {
     "adapters": "adapters",
     "admin": "policy",
+    "batch": "batches",
     "chat": "serving",
     "console": "console",
     "digest": "replay",

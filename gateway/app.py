@@ -31,6 +31,7 @@ from .api.openai.files import file_routes, takes_files
 from .api.openai.uploads import upload_routes
 from .api.replays import ReplayCalls
 from .api.requests import RequestCalls
+from .api.results import ResultCalls
 from .api.routes import PolicyRoute
 from .api.sglang import sglang_routes
 from .api.token_trees import TokenTreeCalls
@@ -190,6 +191,7 @@ class GatewayApp(Application):
             config.gateway.max_body_bytes,
         )
         own += [*file_routes(files, store.batches), *upload_routes(Uploads(files))]
+        own += ResultCalls(client, config.gateway.comment_s, kserve.readiness, services).routes()
         own += [*batch_routes(self.batches), *anthropic.batch_routes(self.batches)]
         super().__init__([*own, *routes], chain, measures, config.gateway)
         self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls

@@ -1,5 +1,5 @@
-"""URLs and addresses that the gateway may fetch images from: protection from server-side request
-forgery.
+"""URLs and addresses that the gateway may connect to for a client: protection from server-side
+request forgery.
 
 A URL comes from outside, and this machine reaches what its sender can't: its own ports, the private
 network, and a cloud's metadata service.
@@ -43,6 +43,41 @@ _NOT_PUBLIC = tuple(
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 
+class UrlRules(NamedTuple):
+    """The URLs that are allowed for one purpose, and the words of its errors.
+
+    Attributes:
+        setting: The settings' names without `_hosts`, `_networks` and `_ports`.
+        instead: The remedy of a refused URL.
+        off: Code of the error where no host is allowed.
+        invalid: Code of the error of a URL that can't be used.
+        refused: Code of the error of a host that is not allowed.
+    """
+
+    hosts: tuple[str, ...]
+    networks: tuple[str, ...]
+    ports: tuple[int, ...]
+    setting: str
+    instead: str
+    off: str
+    invalid: str
+    refused: str
+
+
+def image_rules(config: ImagesConfig) -> UrlRules:
+    """Return the rules of images by URL."""
+    return UrlRules(
+        config.url_hosts,
+        config.url_networks,
+        config.url_ports,
+        setting="images.url",
+        instead="send the image itself, as base64",
+        off="image_urls_off",
+        invalid="invalid_image_url",
+        refused="image_host_refused",
+    )
+
+
 class Target(NamedTuple):
     """A checked URL.
 
@@ -63,73 +98,71 @@ class Target(NamedTuple):
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
 
-def check_url(url: str, config: ImagesConfig, where: str) -> Target:
+def check_url(url: str, rules: UrlRules, where: str) -> Target:
     """Check a URL before its host is looked up.
 
     Args:
-        where: The image in a request, for errors.
+        where: The URL's place in a request, for errors.
 
     Raises:
-        RequestError: image_urls_off, invalid_image_url, image_host_refused.
+        RequestError: The URL is not allowed.
     """
-    if not config.url_hosts:
+    if not rules.hosts:
         raise RequestError(
-            f"{where}: no URLs are fetched here (images.url_hosts); send the image itself, as "
-            "base64",
-            code="image_urls_off",
+            f"{where}: no URLs are fetched here ({rules.setting}_hosts); {rules.instead}",
+            code=rules.off,
         )
     if len(url) > MOST_CHARACTERS:
-        raise _invalid(where, f"it has more than {MOST_CHARACTERS} characters")
+        raise _invalid(rules, where, f"it has more than {MOST_CHARACTERS} characters")
     if not _PLAIN.fullmatch(url) or "\\" in url:
-        raise _invalid(where, "it may hold printable ASCII only; percent-encode the rest")
+        raise _invalid(rules, where, "it may hold printable ASCII only; percent-encode the rest")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise _invalid(where, "it can't be read") from None
+        raise _invalid(rules, where, "it can't be read") from None
     if parts.scheme not in _DEFAULT_PORTS:
-        raise _invalid(where, f"its scheme is {shown(parts.scheme)}; use http or https")
+        raise _invalid(rules, where, f"its scheme is {shown(parts.scheme)}; use http or https")
     if "@" in parts.netloc:
-        raise _invalid(where, "it holds credentials; leave them out")
-    host = _host_of(parts, where)
+        raise _invalid(rules, where, "it holds credentials; leave them out")
+    host = _host_of(parts, rules, where)
     port = _DEFAULT_PORTS[parts.scheme] if port is None else port
-    if port not in config.url_ports:
-        ports = ", ".join(map(str, config.url_ports))
-        raise _invalid(where, f"its port is {port}; allowed are {ports} (images.url_ports)")
-    if not _is_listed(host, config.url_hosts):
+    if port not in rules.ports:
+        ports = ", ".join(map(str, rules.ports))
+        reason = f"its port is {port}; allowed are {ports} ({rules.setting}_ports)"
+        raise _invalid(rules, where, reason)
+    if not _is_listed(host, rules.hosts):
         raise RequestError(
-            f"{where}: images are not fetched from {shown(host)} (images.url_hosts); send the "
-            "image itself, as base64",
-            code="image_host_refused",
+            f"{where}: it is not fetched from {shown(host)} ({rules.setting}_hosts); "
+            f"{rules.instead}",
+            code=rules.refused,
         )
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return Target(parts.scheme, host, port, path)
 
 
-def redirected(target: Target, location: str, config: ImagesConfig, where: str) -> Target:
+def redirected(target: Target, location: str, rules: UrlRules, where: str) -> Target:
     """Check a redirect as `check_url` does; one from https to http is refused as well."""
     try:
         url = urljoin(target.url, location)
     except ValueError:
-        raise _invalid(where, "its redirect can't be read") from None
-    found = check_url(url, config, where)
+        raise _invalid(rules, where, "its redirect can't be read") from None
+    found = check_url(url, rules, where)
     if target.scheme == "https" and found.scheme == "http":
-        raise _invalid(where, "it redirects from https to http")
+        raise _invalid(rules, where, "it redirects from https to http")
     return found
 
 
-def check_addresses(
-    host: str, addresses: list[str], config: ImagesConfig, where: str
-) -> list[Address]:
+def check_addresses(host: str, addresses: list[str], rules: UrlRules, where: str) -> list[Address]:
     """Check all addresses of a host; one that isn't public refuses the host.
 
     A name with several addresses, of which the client chooses one, would otherwise get through by
     luck. No error says which address a name has here.
 
     Raises:
-        RequestError: image_host_refused.
+        RequestError: The host is not allowed.
     """
-    networks = tuple(map(ipaddress.ip_network, config.url_networks))
+    networks = tuple(map(ipaddress.ip_network, rules.networks))
     found = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses]
     scoped = any("%" in address for address in addresses)
     if (
@@ -141,8 +174,8 @@ def check_addresses(
     ):
         raise RequestError(
             f"{where}: {shown(host)} has no public address, or others besides "
-            "(images.url_networks); send the image itself, as base64",
-            code="image_host_refused",
+            f"({rules.setting}_networks); {rules.instead}",
+            code=rules.refused,
         )
     return found
 
@@ -156,11 +189,11 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
-def _host_of(parts: SplitResult, where: str) -> str:
+def _host_of(parts: SplitResult, rules: UrlRules, where: str) -> str:
     """Return a URL's host in its one normal form.
 
     Raises:
-        RequestError: invalid_image_url: it is neither a name nor an address in full.
+        RequestError: The host is neither a name nor an address in full.
     """
     host = (parts.hostname or "").removesuffix(".")
     if "[" in parts.netloc or ":" in host:
@@ -168,17 +201,17 @@ def _host_of(parts: SplitResult, where: str) -> str:
             # A zone ("%eth0") names an interface of this machine.
             return str(ipaddress.IPv6Address("" if "%" in host else host))
         except ValueError:
-            raise _invalid(where, f"{shown(host)} is no IPv6 address") from None
+            raise _invalid(rules, where, f"{shown(host)} is no IPv6 address") from None
     if _NUMBER.fullmatch(host.rpartition(".")[2]):
         # Resolvers take 127.1, 0177.0.0.1, 2130706433 and 0x7f000001 for 127.0.0.1.
         try:
             return str(ipaddress.IPv4Address(host))
         except ValueError:
             raise _invalid(
-                where, f"{shown(host)} is no IPv4 address of four decimal numbers"
+                rules, where, f"{shown(host)} is no IPv4 address of four decimal numbers"
             ) from None
     if not _NAME.fullmatch(host) or len(host) > 253:
-        raise _invalid(where, f"{shown(host)} is no name of a host")
+        raise _invalid(rules, where, f"{shown(host)} is no name of a host")
     return host
 
 
@@ -191,8 +224,7 @@ def _is_listed(host: str, hosts: tuple[str, ...]) -> bool:
     )
 
 
-def _invalid(where: str, reason: str) -> RequestError:
+def _invalid(rules: UrlRules, where: str, reason: str) -> RequestError:
     return RequestError(
-        f"{where}: the URL can't be used: {reason}, or send the image itself, as base64",
-        code="invalid_image_url",
+        f"{where}: the URL can't be used: {reason}, or {rules.instead}", code=rules.invalid
     )

@@ -13,7 +13,7 @@ import httpcore2
 
 from ..config import ImagesConfig, NanoInferenceError, RequestError
 from ..config.logger import get_logger
-from .addresses import Target, check_addresses, check_url, redirected
+from .addresses import Target, UrlRules, check_addresses, check_url, image_rules, redirected
 from .decoder import refusal
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -47,8 +47,8 @@ class ImageFetcher:
         resolve: By default the system's resolver.
         ssl_context: By default certificates are checked as httpx does.
         """
-        self._config = config
-        self._resolve = resolve or _resolve
+        self._config, self._rules = config, image_rules(config)
+        self._resolve = resolve
         self._ssl = ssl_context
 
     async def fetch(self, url: str, where: str = "image") -> bytes:
@@ -61,7 +61,7 @@ class ImageFetcher:
             RequestError: image_urls_off, invalid_image_url, image_host_refused, image_not_fetched,
                 image_too_large.
         """
-        target = check_url(url, self._config, where)
+        target = check_url(url, self._rules, where)
         try:
             with anyio.fail_after(self._config.url_timeout_s):
                 return await self._follow(target, where)
@@ -84,7 +84,7 @@ class ImageFetcher:
 
     async def _get(self, target: Target, where: str) -> bytes | Target:
         """Return the content, or where a redirect leads."""
-        backend = _CheckedBackend(self._config, self._resolve, where)
+        backend = CheckedBackend(self._rules, where, self._resolve)
         url = httpcore2.URL(
             scheme=target.scheme, host=target.host, port=target.port, target=target.path
         )
@@ -97,7 +97,7 @@ class ImageFetcher:
             headers = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in headers:
                 location = headers[b"location"].decode("latin-1")
-                return redirected(target, location, self._config, where)
+                return redirected(target, location, self._rules, where)
             if response.status != 200:
                 raise _not_fetched(where, f"its server answers with status {response.status}")
             if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -122,11 +122,11 @@ class ImageFetcher:
         return refusal("image_too_large", where, reason)
 
 
-class _CheckedBackend(httpcore2.AsyncNetworkBackend):
+class CheckedBackend(httpcore2.AsyncNetworkBackend):
     """Dials checked addresses only. TLS and the Host header keep the URL's name."""
 
-    def __init__(self, config: ImagesConfig, resolve: Resolve, where: str) -> None:
-        self._config, self._resolve, self._where = config, resolve, where
+    def __init__(self, rules: UrlRules, where: str, resolve: Resolve | None = None) -> None:
+        self._rules, self._where, self._resolve = rules, where, resolve or _resolve
         self._tcp = httpcore2.AnyIOBackend()
 
     async def connect_tcp(
@@ -142,7 +142,7 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
             resolved = await self._resolve(host, port)
         except (OSError, UnicodeError) as error:
             raise httpcore2.ConnectError(str(error)) from error
-        addresses = check_addresses(host, resolved, self._config, self._where)
+        addresses = check_addresses(host, resolved, self._rules, self._where)
         for address in addresses[:-1]:
             try:
                 return await self._tcp.connect_tcp(str(address), port, timeout)

@@ -55,7 +55,7 @@ class ImageInputs:
                 return ImageInput(data=Path(image).expanduser().read_bytes())
             except OSError as error:
                 raise RequestError(
-                    f"{where} can't be read: {error}; give the path of a file",
+                    f"{where} can't be read ({error.strerror}); give the path of a file",
                     code="invalid_image",
                 ) from None
         if isinstance(image, _FILE):

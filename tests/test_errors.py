@@ -34,8 +34,8 @@ VERBS = (
     "give install join keep leave let list load look lower make mark mend merge move name open "
     "pack pass pip publish pull put raise read register reject remove repeat replace replay report "
     "request resize restart resume retry return revoke run save scale say see send serve set share "
-    "shorten show spawn split start step summarise take tie tokenise train try unload use wait "
-    "write"
+    "shorten show spawn split start step summarise take tie tokenise train try unload upload use "
+    "wait write"
 ).replace(" ", "|")
 REMEDY = re.compile(rf"(?:^|[;.:,(]\s*|\b(?:or|and|so|then|else)\s+)(?:{VERBS})\b", re.I)
 LIMIT = re.compile(
@@ -45,8 +45,9 @@ LIMIT = re.compile(
 # the place and the kind of value that it expected, or a variable of one of these names.
 WHOLE = re.compile(
     r"\.message\}|\b(?:nearest|told_of|missing_model|_why)\(|, line \{"
-    r"|\b(?:advice|remedy|why|wrong|reason|message|trouble|change|may_be|hint|likely|there|end)\}"
-    r"|^bad .+: \{error\}|(?:bad setting|no JSON object|not valid YAML|can't be used): \{\w+\}"
+    r"|\b(?:advice|remedy|why|wrong|reason|message|trouble|change|may_be|likely|there|end|limit)\}"
+    r"|^\{path\}: \{error\}|^\{param\}\{rest"
+    r"|(?:no JSON object|not valid YAML|can't be used): \{\w+\}"
     r"|^\{(?:\w+\.)?(?:error|removed)\}(?: \(rank \{rank\}\))?$"
 )
 # Reasons within a line of a log.

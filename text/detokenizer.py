@@ -82,10 +82,7 @@ class TokenPieces(dict[int, str | bytes]):
         for token_id in range(self._tokenizer.get_vocab_size()):
             if self._tokenizer.decode([token_id]).isalnum():  # a special token decodes to ""
                 return token_id
-        raise ModelError(
-            "the tokenizer has no token that is a letter, digit or word",
-            remedy="save the model's own tokenizer in its folder",
-        )
+        raise ModelError("the tokenizer has no letter, digit or word; save the model's own")
 
 
 class Detokenizer:

@@ -59,25 +59,16 @@ def _module(folder: Path, module: Any) -> tuple[Path, str]:
         raise ModelError(f"{folder / _MODULES} must be a list of modules, each with a type")
     path = (folder / str(module.get("path", ""))).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ModelError(
-            f"{folder / _MODULES} names {path}, which is not in the model's folder",
-            remedy="copy or download the folder again",
-        )
+        raise ModelError(f"{folder / _MODULES} names {path}, which is elsewhere; copy it there")
     return path, module["type"].rpartition(".")[2]
 
 
 def _kind_of(path: Path) -> PoolingKind:
     config = read_json(path, None)
     if not isinstance(config, dict):
-        raise ModelError(
-            f"{path} is missing, or holds no JSON object",
-            remedy="copy or download the folder again",
-        )
+        raise ModelError(f"{path} is missing, or holds no JSON object; copy the folder again")
     if not config.get("include_prompt", True):
-        raise ModelError(
-            f"{path} leaves prompts out of the mean, which can't be done here",
-            remedy="choose another model",
-        )
+        raise ModelError(f"{path} leaves prompts out of the mean; choose another model")
     mode = config.get("pooling_mode")
     if mode is None:
         modes = [key for key, value in config.items() if key.startswith("pooling_") and value]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
 from ...config import BusError
 from ...config.errors import bus_closed
+from ..positions import invalid_position, results_lost
 from ..public import Completion, Output, OutputBatch
 from ..recipes import has_id
 from .broadcast import Broadcast, Signal, Tail
@@ -63,6 +65,10 @@ class MemoryResults:
         # Each with its number of tokens.
         self._records: deque[tuple[Completion, int]] = deque()
         self._record_tokens = 0
+        self._num_ended = 0
+        self._recorded = Signal()
+        # Positions of another process are not of this one.
+        self._id = uuid.uuid4().hex[:8]
         self._terminal = Broadcast[Completion](TAIL_CAPACITY)
         self._appeared = Signal()
         self._closed = False
@@ -126,6 +132,24 @@ class MemoryResults:
         self._check_open()
         return Tail(self._terminal)
 
+    async def ended(self, after: str = "") -> _Ended:
+        self._check_open()
+        return _Ended(self, self._number_of(after) if after else self._num_ended)
+
+    def _number_of(self, position: str) -> int:
+        """Return the number of ends before a position of `ended`.
+
+        Raises:
+            RequestError: invalid_position.
+            BusError: results_lost.
+        """
+        bus, _, number = position.partition("-")
+        if not (number.isdecimal() and number.isascii() and len(number) < 16):
+            raise invalid_position(position)
+        if bus != self._id or int(number) > self._num_ended:
+            raise results_lost("the pipeline in memory that had them was replaced")
+        return int(number)
+
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
         kept = [each for each, _ in self._records]
         since = kept[-1].timings.finished_ns - within_s * 1e9 if kept else 0
@@ -144,6 +168,7 @@ class MemoryResults:
         for route in self._routes.values():
             route.changed.notify()
         self._terminal.close()
+        self._recorded.notify()
 
     def _lead(self, key: str, route: _Route) -> None:
         """Map a key to a stream; the first of two entries with the same request id has the key."""
@@ -198,6 +223,8 @@ class MemoryResults:
         self._record_tokens += size
         while self._record_tokens > KEPT_RECORD_TOKENS or len(self._records) > KEPT_RECORDS:
             self._record_tokens -= self._records.popleft()[1]
+        self._num_ended += 1
+        self._recorded.notify()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -259,6 +286,41 @@ class _Follow:
         self._done = True
         if self._route is not None:
             self._route.changed.notify()
+
+
+class _Ended:
+    """Reader of all ends, from one of them on."""
+
+    def __init__(self, results: MemoryResults, number: int) -> None:
+        """`number`: of the ends before."""
+        self._results = results
+        self._number = number
+        self._done = False
+
+    @property
+    def position(self) -> str:
+        return f"{self._results._id}-{self._number}"
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Completion:
+        results = self._results
+        while not self._done:
+            behind = results._num_ended - self._number
+            if behind > len(results._records):
+                raise results_lost("in memory only the last ones are kept; use Redis for more")
+            if behind:
+                self._number += 1
+                return results._records[-behind][0]
+            results._check_open()
+            await results._recorded.wait()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Stop reading."""
+        self._done = True
+        self._results._recorded.notify()
 
 
 def _tokens_of(completion: Completion) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Self, TypeVar
 
@@ -11,8 +12,9 @@ from redis import exceptions
 from ...config import BusError, ChannelClosed
 from ...store.records import readable
 from ...store.redis.client import Commands
-from ...store.redis.keys import JSON, Keys, split_entry
+from ...store.redis.keys import JSON, Keys, parse_id, split_entry
 from ..codec import decode_output
+from ..positions import results_lost
 from ..public import Completion, CompletionChunk, Output
 from .given import Given
 from .readers import Readers, Subscription
@@ -33,6 +35,12 @@ may have died since, or may still be at it.
 
 ADDED_CHECK_S = 1.0
 """Interval at which a reader of all results looks for added shards."""
+
+CHECKED_ENTRIES = 128
+"""Entries after which a reader that must not miss one checks that none was trimmed."""
+
+IsLost = Callable[[bytes, bytes], Awaitable[bool]]
+"""Returns whether an entry, by its stream's key and its id, is no longer there."""
 
 UNKNOWN = "unknown_request"
 
@@ -101,7 +109,7 @@ class RedisFollow:
         while True:
             try:
                 async with asyncio.timeout(IDLE_CHECK_S):
-                    key, fields = await self._subscription.next()
+                    key, _, fields = await self._subscription.next()
             except TimeoutError:
                 # The server may have lost the request and its outputs.
                 begun_counts = silent + 1 < LOST_CHECKS
@@ -152,7 +160,7 @@ class RedisTail(Generic[T]):
 
     async def _entry(self) -> Fields:
         """Wait for the next entry."""
-        return (await self._subscription.next())[1]
+        return (await self._subscription.next())[2]
 
     async def aclose(self) -> None:
         """Stops reading."""
@@ -164,18 +172,32 @@ class RedisTail(Generic[T]):
 
 
 class ResultsTail(RedisTail[Completion]):
-    """The results streams of all shards; see `ResultStreams.tail`."""
+    """The results streams of all shards; see `ResultStreams.tail` and `ended`."""
 
     def __init__(
         self,
         subscription: Subscription,
         readers: Readers,
         added: Callable[[], Awaitable[dict[bytes, bytes]]],
+        is_lost: IsLost | None = None,
     ) -> None:
-        """`added` returns the streams of shards that were added, and where each begins."""
+        """Args: the streams; `added` returns those of shards that were added, and where each
+        begins; `is_lost`: for a reader that must not miss an entry."""
         super().__init__(subscription, _completion)
         self._readers = readers
         self._added = added
+        self._is_lost = is_lost
+        self._returned = dict(subscription.positions)
+        # Of each stream, an entry that nothing was lost before, and how many came since.
+        self._anchors = dict(subscription.positions)
+        self._since: Counter[bytes] = Counter()
+        # Where reading paused, or began: entries after it may be gone when it goes on.
+        self._gaps = dict(subscription.positions)
+
+    @property
+    def position(self) -> str:
+        """The ids of the last returned entries, by shard."""
+        return ",".join(entry_id.decode() for entry_id in self._returned.values())
 
     async def _entry(self) -> Fields:
         while True:
@@ -184,11 +206,41 @@ class ResultsTail(RedisTail[Completion]):
             new = {key: last for key, last in added.items() if key not in known}
             if new:
                 self._readers.extend(self._subscription, new)
+                for each in (self._returned, self._anchors, self._gaps):
+                    each.update(new)
+            was_full = not self._subscription.wants_more
             try:
                 async with asyncio.timeout(ADDED_CHECK_S):
-                    return (await self._subscription.next())[1]
+                    key, entry_id, fields = await self._subscription.next()
             except TimeoutError:
                 continue
+            if was_full:
+                self._gaps = dict(known) | self._gaps
+            await self._check(key, entry_id)
+            self._returned[key] = entry_id
+            return fields
+
+    async def _check(self, key: bytes, entry_id: bytes) -> None:
+        """Check that no entry before this one was trimmed unread.
+
+        Streams are trimmed from their beginning, so nothing after an entry that is still there was.
+
+        Raises:
+            BusError: results_lost.
+        """
+        if self._is_lost is None:
+            return
+        self._since[key] += 1
+        gap = self._gaps.get(key)
+        is_after_gap = gap is not None and parse_id(entry_id) > parse_id(gap)
+        if not is_after_gap and self._since[key] < CHECKED_ENTRIES:
+            return
+        if await self._is_lost(key, self._anchors[key]):
+            await self.aclose()
+            raise results_lost("the results stream was trimmed before they were read")
+        if is_after_gap:
+            del self._gaps[key]
+        self._anchors[key], self._since[key] = entry_id, 0
 
 
 def _completion(fields: Fields) -> Completion | None:

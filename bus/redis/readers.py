@@ -31,8 +31,8 @@ BUFFERED = 512
 
 WAKE_TTL_S = 60
 
-Entry = tuple[bytes, dict[bytes, bytes]]
-"""A stream's key, and the fields of one entry."""
+Entry = tuple[bytes, bytes, dict[bytes, bytes]]
+"""A stream's key, and the id and fields of one entry."""
 
 
 class Readers(ABC):
@@ -118,7 +118,7 @@ class Subscription:
         """Buffer an entry, unless it was read before (for another reader that began later)."""
         if parse_id(entry_id) > parse_id(self.positions[key]):
             self.positions[key] = entry_id
-            self._queue.append((key, fields))
+            self._queue.append((key, entry_id, fields))
             self._notify()
 
     def keep_only(self, key: bytes) -> None:

@@ -8,6 +8,7 @@ after a recovery in a larger epoch the old writer can't append any more.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from ...store.redis.client import (
 )
 from ...store.redis.keys import JSON, Keys, id_after, parse_id, split_entry
 from ..codec import decode_output, encode_output
+from ..positions import invalid_position
 from ..public import Completion, Output, OutputBatch
 from ..recipes import has_id
 from .entries import Entries, entries_of
@@ -52,6 +54,8 @@ Larger payloads are written alone.
 LARGE_ATTEMPTS = 4
 
 _ANY_AGE_S = 1e9
+
+_POSITION = re.compile(r"\d{1,15}-\d{1,15}(,\d{1,15}-\d{1,15}){0,63}", re.ASCII)
 
 
 class _TooLarge(Exception):
@@ -170,6 +174,28 @@ class RedisResults:
     async def tail(self) -> ResultsTail:
         positions = await self._lasts()
         return ResultsTail(self._readers.subscribe(positions), self._readers, self._added)
+
+    async def ended(self, after: str = "") -> ResultsTail:
+        positions = self._positions(after) if after else await self._lasts()
+        subscription = self._readers.subscribe(positions)
+        return ResultsTail(subscription, self._readers, self._added, self._is_trimmed)
+
+    def _positions(self, position: str) -> dict[bytes, bytes]:
+        """Return a position of `ended`. Raises RequestError: invalid_position."""
+        if not _POSITION.fullmatch(position):
+            raise invalid_position(position)
+        return {
+            self._keys.results_of(shard): entry_id.encode()
+            for shard, entry_id in enumerate(position.split(","))
+        }
+
+    async def _is_trimmed(self, key: bytes, entry_id: bytes) -> bool:
+        """Return whether an entry of a results stream is no longer there; of 0-0, which stands for
+        an empty stream, whether the first entry may not be."""
+        if entry_id == b"0-0":
+            length: int = await self._commands.retry("results", "XLEN", key)
+            return length >= self._config.results_maxlen
+        return not await self._commands.retry("results", "XRANGE", key, entry_id, entry_id)
 
     async def _added(self) -> dict[bytes, bytes]:
         """Return the shards' results streams, and where those begin that a change has added."""

@@ -1,6 +1,7 @@
 """Anthropic's library for Python: pip install anthropic."""
 
 import os
+import time
 
 from anthropic import Anthropic
 
@@ -24,3 +25,14 @@ with client.messages.stream(
 begun = [*question, {"role": "assistant", "content": "1"}]
 rest = client.messages.create(model="tiny", max_tokens=100, messages=begun, extra_body=greedy)
 print("rest:", rest.content[0].text)
+
+# A batch of messages.
+request = {"model": "tiny", "max_tokens": 100, "messages": question}
+batch = client.messages.batches.create(
+    requests=[{"custom_id": each, "params": {**request, **greedy}} for each in ("a", "b")]
+)
+while batch.processing_status != "ended":
+    time.sleep(0.5)
+    batch = client.messages.batches.retrieve(batch.id)
+for each in client.messages.batches.results(batch.id):
+    print("batch:", each.custom_id, each.result.type, each.result.message.content[0].text)

@@ -1,6 +1,8 @@
 """LiteLLM: pip install litellm."""
 
+import json
 import os
+import time
 
 # The prices of models are not asked for.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -38,3 +40,19 @@ message = litellm.completion(
     temperature=0,
 )
 print("message:", message.choices[0].message.content, message.choices[0].finish_reason)
+
+# A batch: a file of calls, whose answers come as another file.
+server = {"custom_llm_provider": "openai", "api_base": f"{url}/v1", "api_key": "none"}
+line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+line["body"] = {"model": "tiny", "messages": question, "temperature": 0}
+file = ("calls.jsonl", json.dumps(line).encode())
+uploaded = litellm.create_file(file=file, purpose="batch", **server)
+batch = litellm.create_batch(
+    input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h", **server
+)
+while batch.status not in ("completed", "failed", "expired", "cancelled"):
+    time.sleep(0.5)
+    batch = litellm.retrieve_batch(batch_id=batch.id, **server)
+found = json.loads(litellm.file_content(file_id=batch.output_file_id, **server).content)
+message = found["response"]["body"]["choices"][0]["message"]
+print("batch:", batch.status, found["custom_id"], message["content"])

@@ -1,5 +1,5 @@
 // OpenAI's library for Node: npm install openai
-import OpenAI from "openai";
+import OpenAI, { toFile } from "openai";
 
 const url = process.env.NANO_INFERENCE_URL ?? "http://127.0.0.1:8000";
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none" });
@@ -44,3 +44,27 @@ try {
 } catch (error) {
   console.log("error:", error.status, error.code, error.param);
 }
+
+// A batch: a file of calls, whose answers come as another file.
+const line = {
+  custom_id: "a",
+  method: "POST",
+  url: "/v1/chat/completions",
+  body: { model: "tiny", messages, temperature: 0 },
+};
+const file = await client.files.create({
+  file: await toFile(Buffer.from(JSON.stringify(line)), "calls.jsonl"),
+  purpose: "batch",
+});
+let batch = await client.batches.create({
+  input_file_id: file.id,
+  endpoint: "/v1/chat/completions",
+  completion_window: "24h",
+});
+while (!["completed", "failed", "expired", "cancelled"].includes(batch.status)) {
+  await new Promise((resolve) => setTimeout(resolve, 500));
+  batch = await client.batches.retrieve(batch.id);
+}
+const found = JSON.parse(await (await client.files.content(batch.output_file_id)).text());
+const message = found.response.body.choices[0].message;
+console.log("batch:", batch.status, found.custom_id, message.content);

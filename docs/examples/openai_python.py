@@ -1,6 +1,8 @@
 """OpenAI's library for Python: pip install openai."""
 
+import json
 import os
+import time
 
 from openai import OpenAI
 
@@ -40,3 +42,18 @@ for choice in several.choices:
 response = client.responses.create(model="tiny", input="How much is 6 + 6?", temperature=0)
 again = client.responses.retrieve(response.id)
 print("response:", again.output_text)
+
+# A batch: a file of calls, whose answers come as another file.
+line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+line["body"] = {"model": "tiny", "messages": question, "temperature": 0}
+file = client.files.create(file=("calls.jsonl", json.dumps(line).encode()), purpose="batch")
+batch = client.batches.create(
+    input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+)
+while batch.status not in ("completed", "failed", "expired", "cancelled"):
+    time.sleep(0.5)
+    batch = client.batches.retrieve(batch.id)
+for text in client.files.content(batch.output_file_id).text.splitlines():
+    answer = json.loads(text)
+    message = answer["response"]["body"]["choices"][0]["message"]
+    print("batch:", batch.status, answer["custom_id"], message["content"])

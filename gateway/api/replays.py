@@ -44,10 +44,12 @@ class ReplayCalls:
         async with connected(call.cancelled):
             for recorded in found:
                 like = GenerateRequest(tenant=call.tenant, priority=PRIORITY, model=recorded.model)
-                before = await self._prompt_of(recorded)
+                before = await prompt_of(self._services, recorded)
                 run = _Run(self._services, call, before)
-                delivered = await self._delivered(recorded, like, call, before)
-                result = await replay(run, delivered, like)
+                # The replay will be cut as well.
+                request = request_of(recorded, check_replayable(recorded), like)
+                found_then = await delivered(self._services, call, request, recorded, before)
+                result = await replay(run, found_then, like)
                 name = name_of(call.caller, result.request_id)
                 results.append(replace(result, request_id=name))
         differing = [each for each in results if each.verdict == "different"]
@@ -73,32 +75,34 @@ class ReplayCalls:
                 return found
         return []
 
-    async def _prompt_of(self, recorded: Completion) -> str:
-        """Return the prompt's text; "" without a tokenizer."""
-        try:
-            tokenizer = await self._services.tokenizer.get()
-        except ModelError:
-            return ""
-        token_ids = recorded.prompt_token_ids or ()
-        asked = GenerateRequest(prompt_token_ids=token_ids)
-        return await self._services.tokenizer.process(
-            len(token_ids), partial(text_of, asked, tokenizer)
-        )
 
-    async def _delivered(
-        self, recorded: Completion, like: GenerateRequest, call: Call, before: str
-    ) -> Completion:
-        """Return the recorded completion, cut by the guardrail as its replay will be: without the
-        tokens that no client got."""
-        recipe = check_replayable(recorded)
-        # What is filtered again counts nowhere.
-        apart = copy(call)
-        apart.account = Account()
-        filtered = await self._services.submissions.filtered_end(
-            apart, request_of(recorded, recipe, like), recorded, before
-        )
-        assert isinstance(filtered, Completion), "a terminal message stays one"
-        return filtered
+async def prompt_of(services: Services, recorded: Completion) -> str:
+    """Return the prompt's text; "" without a tokenizer."""
+    try:
+        tokenizer = await services.tokenizer.get()
+    except ModelError:
+        return ""
+    token_ids = recorded.prompt_token_ids or ()
+    asked = GenerateRequest(prompt_token_ids=token_ids)
+    return await services.tokenizer.process(len(token_ids), partial(text_of, asked, tokenizer))
+
+
+async def delivered(
+    services: Services, call: Call, request: GenerateRequest, recorded: Completion, before: str
+) -> Completion:
+    """Return a recorded completion as the guardrail lets it leave: without the tokens that no
+    client got.
+
+    Args:
+        request: The request that it answers.
+        before: The prompt, in which a match of the guardrail may begin.
+    """
+    # What is filtered again counts nowhere.
+    apart = copy(call)
+    apart.account = Account()
+    filtered = await services.submissions.filtered_end(apart, request, recorded, before)
+    assert isinstance(filtered, Completion), "a terminal message stays one"
+    return filtered
 
 
 def _is_own(recorded: Completion, call: Call) -> bool:

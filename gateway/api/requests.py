@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
 import msgspec
 from msgspec.structs import replace
 
@@ -23,7 +21,7 @@ from ..server.http import (
 )
 from ..serving.model_names import adapter_of
 from ..serving.prepared import check_request
-from ..serving.request_ids import bus_id, name_of
+from ..serving.request_ids import bus_id, name_of, named
 from ..serving.services import Services
 
 _NS_OF_MS = 1_000_000
@@ -96,7 +94,7 @@ class RequestCalls:
             fork = replace(fork, request_id=bus_id(call.caller, fork.request_id))
         return replace(
             request,
-            request_id=bus_id(call.caller, request.request_id or uuid.uuid4().hex),
+            request_id=bus_id(call.caller, named(request.request_id, "request_id")),
             model=adapter_of(request.model, self._services.config),
             tenant=call.tenant,
             fork=fork,

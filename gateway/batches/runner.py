@@ -491,6 +491,8 @@ def _call(state: BatchState, line: Line) -> Call:
             (b"content-type", b"application/json"),
             # Another gateway that runs the line again finds this call.
             (b"idempotency-key", name.encode()),
+            # The results of the whole batch can be followed.
+            (b"x-request-tag", state.id.encode()),
             *FORMATS[state.interface].headers,
         ),
         path=state.endpoint,

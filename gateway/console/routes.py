@@ -55,26 +55,10 @@ def console_routes(
     models: Callable[[], Sequence[Services]],
 ) -> list[PolicyRoute]:
     """Return the endpoints. `models`: returns the services of each model."""
-    several = bool(config.models)
 
     async def session(call: Call) -> Response:
         """Return the caller's permissions and this gateway's features."""
-        caller = call.caller
-        return _json(
-            {
-                "version": metadata.version("nano-inference"),
-                "keys": config.policy.knows_callers,
-                "policy": config.policy.backend != "off",
-                "name": caller.name,
-                "tenant": caller.tenant,
-                "scopes": sorted(caller.scopes),
-                "several_models": several,
-                "stall_timeout_s": config.pipeline.stall_timeout_s,
-                "resume_grace_s": config.gateway.resume_grace_s,
-                "default_model": default_of(config.models) or config.engine.model_name,
-                "models": await _abilities(models(), caller),
-            }
-        )
+        return _json(await _session(config, call.caller, models()))
 
     async def events(call: Call) -> Response:
         """Snapshots as server-sent events."""
@@ -111,9 +95,8 @@ def console_routes(
         if found is None:
             raise RequestError(
                 f"this gateway has no request {shown(request_id)}: it was another gateway's, is "
-                "another tenant's, or came before the last ten thousand",
+                "another tenant's, or came before the last ten thousand; see its trace",
                 code="not_found",
-                remedy="look for it by `nano-inference trace`",
             )
         await _read_prompt(found, models())
         detail = log.detail(found.id)
@@ -129,6 +112,22 @@ def console_routes(
         PolicyRoute("GET /console/requests", "read", requests),
         PolicyRoute("GET /console/requests/{request_id:path}", "read", one),
     ]
+
+
+async def _session(config: Config, caller: Caller, models: Sequence[Services]) -> dict[str, Any]:
+    return {
+        "version": metadata.version("nano-inference"),
+        "keys": config.policy.knows_callers,
+        "policy": config.policy.backend != "off",
+        "name": caller.name,
+        "tenant": caller.tenant,
+        "scopes": sorted(caller.scopes),
+        "several_models": bool(config.models),
+        "stall_timeout_s": config.pipeline.stall_timeout_s,
+        "resume_grace_s": config.gateway.resume_grace_s,
+        "default_model": default_of(config.models) or config.engine.model_name,
+        "models": await _abilities(models, caller),
+    }
 
 
 def _json(content: Any) -> Response:

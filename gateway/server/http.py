@@ -187,7 +187,7 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
             message = f"{request.method} {shown(path)}: {error.detail}"
             if methods:
                 message = f"{shown(path)} is not for {request.method}; call it by {methods}"
-            elif code == "not_found":
+            elif error.detail == "Not Found":  # by no endpoint, which would say why
                 paths = {getattr(route, "path", "") for route in request.app.routes}
                 message = f"there is nothing at {shown(path)}{nearest(path, paths, listed=False)}"
             response = respond(call, RequestError(message, code=code or "http_error"))

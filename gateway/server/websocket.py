@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...telemetry import now_ns
-from .http import ARRIVED, MAY_RETURN, UNREAD, Response
+from .http import ARRIVED, MAY_RETURN, UNREAD, EventStream, Response
 
 UPGRADE = "upgrade"
 """Key of a scope's state: takes the server of an accepted connection."""
@@ -194,6 +196,39 @@ class Socket:
             inner.send,
         )
         return inner
+
+
+class SocketStream(EventStream):
+    """Server-sent events; over a WebSocket, whose handshake is the same call, each is a message."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if UPGRADE in scope.get("state", {}):
+            serve = partial(_send_events, scope.get("query_string", b""))
+            await Upgrade(serve)(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+async def _send_events(query: bytes, socket: Socket) -> None:
+    """Send the events of the handshake's call, or its error, until the client leaves."""
+
+    async def pass_on(name: bytes, data: bytes) -> None:
+        await socket.send(data.decode())
+
+    inner = InnerCall("GET", socket.path, query, on_event=pass_on)
+
+    async def watch() -> None:
+        while await socket.receive() is not None:
+            pass
+        inner.left.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        await socket.call(inner)
+        if inner.status >= 400:
+            error = {"type": "error", "status": inner.status, **msgspec.json.decode(inner.body)}
+            await socket.send(msgspec.json.encode(error).decode())
+        group.cancel_scope.cancel()
 
 
 @dataclass(eq=False)

@@ -57,12 +57,17 @@ class Blocks(ABC, Generic[E]):
             sample: The ended sample; None for one that never began.
         """
         events = [] if sample is None else self._walk(self.found(self.parts.end(sample)))
-        if self.kind is None and not self.blocks:
+        if self.kind is None and self.is_empty:
             events += self._open("text")
         if self.kind == "text":
             events += self.last()
         stopped = sample is not None and sample.finish_reason == "stop"
         return [*events, *self._close("completed" if stopped else "incomplete")]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the message has no block so far."""
+        return not self.blocks
 
     # --- of a format --------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from ...bus.public import GenerateRequest, Output
 from ..call import Call
 from ..caller import ANYBODY, NOBODY, Caller, Needed
+from .request_ids import set_tag
 
 Requests = Sequence[GenerateRequest]
 Outputs = AsyncGenerator[Output, None]
@@ -81,6 +82,7 @@ class PolicyChain:
         if needed != "nothing":
             for link in self._head:
                 await link(call)
+            set_tag(call)
 
     @asynccontextmanager
     async def admitted(self, call: Call, requests: Requests) -> AsyncIterator[None]:

@@ -64,6 +64,7 @@ def collect_ignored(
     """
     fields = {} if fields is None else fields
     _IGNORED.set(_Ignored(fields, unknown == "ignore"))
+    _NOTED.set({})
     return fields
 
 

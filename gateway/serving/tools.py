@@ -76,3 +76,21 @@ def tool_call(call_id: str | None, name: str, arguments: object) -> dict[str, An
     """Return a tool call in OpenAI's form, which chat templates read as well."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
+
+
+def result_text(output: str | None, error: dict[str, Any] | str | None) -> str:
+    """Return the result of an MCP server's tool, as the model reads it.
+
+    Args:
+        error: In OpenAI's form; None of a call that did not fail.
+    """
+    if not error:
+        return output or ""
+    if isinstance(error, str):
+        return f"Error: {error}"
+    if "message" in error:
+        return f"Error: {error['message']}"
+    content = error.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = (str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    return "\n".join(["Error:", *texts])

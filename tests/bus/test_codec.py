@@ -74,11 +74,11 @@ def test_token_ids_of_a_bias_may_be_text_as_in_json(bias: dict[Any, float]) -> N
 @pytest.mark.parametrize(
     ("bias", "message"),
     [
-        ({"red": 1}, "Expected `int`, got `str`"),
-        ({"1.0": 1}, "Expected `int`, got `str`"),
-        ({"17": "much"}, "Expected `float`, got `str`"),
-        ({"9" * 40: 1}, "64 bits|Expected `int` <= 9223372036854775807"),
-        ({2**64 - 1: 1}, "64 bits|Expected `int` <= 9223372036854775807"),
+        ({"red": 1}, "has the key 'red'; it must be a whole number"),
+        ({"1.0": 1}, "has the key '1.0'; it must be a whole number"),
+        ({"17": "much"}, "bias.+17.+ is 'much'; it must be a number"),
+        ({"9" * 40: 1}, "64 bits|must be a whole number <= 9223372036854775807"),
+        ({2**64 - 1: 1}, "64 bits|must be a whole number <= 9223372036854775807"),
     ],
 )
 def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
@@ -94,7 +94,7 @@ def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
 @pytest.mark.parametrize("name", ["min_tokens", "logprobs", "prompt_logprobs"])
 def test_integers_of_sampling_beyond_64_bits(name: str) -> None:
     checked = codec.check_request({"prompt": "x", "sampling": {name: 2**64 - 1}}, LIMIT)
-    assert checked.message.endswith(f"`$.sampling.{name}`")
+    assert checked.message.startswith(f"sampling.{name} is ")
 
 
 @pytest.mark.parametrize("as_struct", [False, True])

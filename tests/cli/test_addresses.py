@@ -14,7 +14,7 @@ from nano_inference.cli import app
 from nano_inference.cli.running import Running, registered
 from nano_inference.config import Config
 
-from .conftest import Run, until_ready, use_bus
+from .conftest import Run, assert_refused, until_ready, use_bus
 from .test_operations import CALLS as OPERATIONS
 
 
@@ -101,3 +101,7 @@ def test_a_command_runs_wherever_its_pipeline_is(
         ran = run(*shlex.split(words), *options, stdin="What is 12 + 30?\n")
     assert ran.status == status, ran
     assert output in ran.stdout + ran.stderr
+
+
+def test_what_needs_a_bus_is_refused_at_a_server(run: Run, url: str) -> None:
+    assert_refused(run("submit", "x", "--no-wait", "--url", url), "name its bus with --bus")

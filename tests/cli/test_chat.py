@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -144,6 +145,54 @@ def test_bad_tools_are_refused(run: Run, on_served: Config, tmp_path: Path, url:
     assert_refused(run(*at), "has no list of tools")
     path.write_text("[]")
     assert_refused(run("chat", "--tools", str(path)), "takes a server")
+
+
+SERVER = """
+from mcp.server import MCPServer
+server = MCPServer("sums")
+@server.tool()
+def add(a: int, b: int) -> str:
+    return str(a + b)
+@server.tool()
+def stop() -> str:
+    raise SystemExit
+server.run()
+"""
+
+
+def test_tools_of_a_server_are_called_if_allowed(
+    run: Run, recorded: Recorded, tmp_path: Path
+) -> None:
+    path, program = tmp_path / "servers.json", tmp_path / "sums.py"
+    program.write_text(SERVER)
+    server = {"command": sys.executable, "args": [str(program)]}
+    path.write_bytes(msgspec.json.encode({"mcpServers": {"sums": server}}))
+    recorded.calls = [
+        (ReceivedCall("c0", "sums__add", '{"a":1,"b":2}'), ReceivedCall("c1", "sums__stop", "{}"))
+    ]
+    at = ["--mcp", str(path), "--mcp-allow", "sums__add", "--url", "http://127.0.0.1:9/v1"]
+    ran = run("chat", *at, stdin="question")
+    assert (ran.status, ran.stdout) == (0, "I have 1.\nI have 4.\n")
+    assert 'calls sums__add {"a":1,"b":2})\n(result: 3)' in ran.stderr
+    assert "--mcp-allow sums__stop allows it" in ran.stderr
+    offered, _ = recorded.requests[0]["tools"]
+    assert offered["function"]["parameters"]["required"] == ["a", "b"]
+    results = [each["content"] for each in recorded.requests[1]["messages"][-2:]]
+    assert results == ["3", "Error: the user did not allow the call"]
+
+
+def test_a_server_that_can_not_be_run_is_refused(
+    run: Run, recorded: Recorded, tmp_path: Path
+) -> None:
+    path = tmp_path / "servers.json"
+    at = ["chat", "--mcp", str(path), "--url", "http://127.0.0.1:9/v1"]
+    assert_refused(run(*at), "can't read")
+    path.write_text('{"mcpServers": {"sums": {"command": "/no/such/program"}}}')
+    ran = run(*at)
+    assert ran.status
+    assert "No such file" in ran.stderr
+    path.write_text('{"mcpServers": {"sums": {}}}')
+    assert_refused(run(*at), "takes either a url or a command")
 
 
 def test_system_prompts(run: Run, recorded: Recorded) -> None:

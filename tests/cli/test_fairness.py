@@ -75,7 +75,7 @@ def test_shares_shows_the_service_of_tenants(run: Run, on_fresh: Config) -> None
     ("change", "sentence"),
     [
         ("aging_s=0", "fairness.aging_s is 0.0; it must be above 0"),
-        ("aging_s=soon", "bad setting: Expected `float`, got `str` - at `$.aging_s`"),
+        ("aging_s=soon", "fairness.aging_s is 'soon'; it must be a number"),
         ("agin_s=1", "fairness has no setting 'agin_s'; did you mean 'aging_s'?"),
         ("aging_s", "a change is name=value, not 'aging_s'"),
         ("aging_s.x=1", "fairness.aging_s has no parts; give aging_s=value"),

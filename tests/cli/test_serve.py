@@ -11,7 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nano_inference.config import Config
+from nano_inference.cli.connection import SERVE_PORT
+from nano_inference.cli.serve import listening
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.gateway import free_port as free_gateway_port
 
 from ..commands import Command
 from .conftest import Run, assert_refused
@@ -106,6 +109,14 @@ def test_taken_port_is_found_before_anything_starts(run: Run, command: str, opti
         port = busy.getsockname()[1]
         ran = run(*command.replace("PORT", str(free_port())).split(), option, str(port))
     assert_refused(ran, f"port {port} is taken; choose another with {option}")
+
+
+def test_port_0_is_a_free_one(run: Run) -> None:
+    config = load_config(env={})
+    assert listening(config, 0, SERVE_PORT).gateway.port == 0
+    assert listening(config, None, SERVE_PORT).gateway.port == SERVE_PORT
+    assert free_gateway_port(config) > 0
+    assert_refused(run("up", "--bus", "memory"), "within one process", "nano-inference serve")
 
 
 # --- gateway --------------------------------------------------------------------------------------

@@ -177,9 +177,9 @@ def test_ctrl_c_while_reading_a_terminal_or_pipe(on_served: Config, tmp_path: Pa
     ("line", "hint"),
     [
         ('{"prompt": ', "line 2: not valid JSON"),
-        ('{"promt": "x"}', "line 2: Object contains unknown field `promt`"),
-        ('{"prompt": "x", "n": "two"}', "line 2: Expected `int`"),
-        ('{"prompt": "x", "sampling": 3}', "line 2: Expected `object`"),
+        ('{"promt": "x"}', "line 2: promt is not known here"),
+        ('{"prompt": "x", "n": "two"}', "line 2: n is 'two'; it must be a whole number"),
+        ('{"prompt": "x", "sampling": 3}', "line 2: sampling is 3; it must be an object"),
         ("12 + 30 =", "line 2: not valid JSON"),
         ("[1, 2]", "line 2: a line is a request"),
     ],

@@ -45,7 +45,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"engine.block_sise": 4}, "did you mean 'block_size'"),
         ({"engin.block_size": 4}, "no section 'engin'; did you mean 'engine'"),
         ({"engine.block_size": 0}, "engine.block_size is 0; it must be at least 1"),
-        ({"engine.block_size": "many"}, "Expected `int`, got `str` - at `$.engine.block_size`"),
+        ({"engine.block_size": "many"}, "engine.block_size is 'many'; it must be a whole number"),
         ({"engine.gpu_memory_utilization": 1.5}, "above 0, at most 1"),
         ({"engine.gpu_memory_utilization": float("nan")}, "above 0, at most 1"),
         ({"engine.max_tokens_per_batch": 8, "engine.max_batch_size": 9}, "at least max_batch_size"),
@@ -54,7 +54,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"bus.url": "amqp://x"}, "redis://"),
         ({"bus.links": "redis"}, "needs bus.url"),
         ({"pipeline.stages": ["executor"]}, "missing: admission, fairness, batching, streaming"),
-        ({"pipeline.stages": ["exec"]}, "Invalid enum value 'exec'"),
+        ({"pipeline.stages": ["exec"]}, "pipeline.stages[0] is 'exec'; it may be 'admission', "),
         ({"bus.url": "redis://h", "pipeline.stages": ["executor", "executor"]}, "repetition"),
         ({"pipeline.replicas": 0}, "pipeline.replicas is 0; it must be from 1 to 64"),
         ({"bus.url": "redis://h", "pipeline.replica": 1}, "from 0 to pipeline.replicas - 1"),
@@ -62,7 +62,10 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"deployment.max_memory_bytes": -1}, "at least 0"),
         ({"deployment.load_timeout_s": 0}, "above 0"),
         ({"deployment.load_timeout_s": float("inf")}, "at most 86400"),
-        ({"deployment.load_on_demand": "perhaps"}, "Expected `bool`"),
+        (
+            {"deployment.load_on_demand": "perhaps"},
+            "deployment.load_on_demand is 'perhaps'; it must be true or false",
+        ),
     ],
 )
 def test_bad_settings_are_refused(overrides: dict[str, object], words: str) -> None:
@@ -76,7 +79,7 @@ def test_bad_settings_are_refused(overrides: dict[str, object], words: str) -> N
         ("engine: [", "not valid YAML"),
         ("- a\n- b", "must hold sections"),
         ("engine: 3", "section 'engine' must hold"),
-        ("engine:\n  colour: red", "no setting 'colour'; known: model_path"),
+        ("engine:\n  colour: red", "no setting 'colour'"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, content: str, words: str) -> None:
@@ -232,10 +235,10 @@ def test_where_drafts_come_from_is_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculation": "on"}, "engine.speculation: .*'auto', 'off'"),
-        ({"draft_sources": ("model",)}, "engine.draft_sources: .*'prediction', 'grammar'"),
-        ({"cpu_threads": "2"}, "engine.cpu_threads: Expected `int`"),
-        ({"max_model_len": 2.5}, "engine.max_model_len: Expected `int`"),
+        ({"speculation": "on"}, "engine.speculation is 'on'; it may be 'auto', 'off'"),
+        ({"draft_sources": ("model",)}, "engine.draft_sources.* may be 'prediction', 'grammar'"),
+        ({"cpu_threads": "2"}, "engine.cpu_threads is a text; it must be a whole"),
+        ({"max_model_len": 2.5}, "engine.max_model_len is a number; it must be a whole"),
     ],
 )
 def test_types_are_checked_in_python_too(settings: dict[str, Any], words: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from nano_inference.config import (
     MOST_SHOWN,
@@ -12,7 +11,6 @@ from nano_inference.config import (
     cut,
     line_safe,
     shown,
-    told_of,
 )
 
 
@@ -34,24 +32,6 @@ def test_an_error_keeps_the_beginning_of_a_long_message() -> None:
 
 def test_a_message_that_fits_is_not_touched() -> None:
     assert cut("a" * MOST_TEXT) == "a" * MOST_TEXT
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("foo", "foo"),
-        ("a b", "'a b'"),
-        ("f`o", "'f`o'"),
-        ("x` - at `$" + "y" * 1000, f"'{'x` - at `$' + 'y' * 66}..."),
-    ],
-)
-def test_an_unknown_field_is_quoted_alone(name: str, told: str) -> None:
-    class Inner(msgspec.Struct, forbid_unknown_fields=True):
-        pass
-
-    with pytest.raises(msgspec.ValidationError) as error:
-        msgspec.convert({"limits": {name: 1}}, dict[str, Inner])
-    assert told_of(error.value) == f"Object contains unknown field `{told}` - at `$[...]`"
 
 
 def test_json_is_one_line_for_readers_of_unicode_lines() -> None:

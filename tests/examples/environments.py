@@ -32,6 +32,17 @@ PACKAGES = {
     "aiperf.sh": ["aiperf==0.13.0"],
     "guidellm.sh": ["guidellm==0.8.1", "torch"],
 }
+# Workers on the bus.
+WORKERS = {
+    "celery_task.py": ["celery[redis]==5.7.0"],
+    "faststream_subscriber.py": ["faststream[redis,cli]==0.7.8"],
+}
+# Programs, each with the client of docs/examples that it runs or compiles, and Debian's package.
+FOR_TOOLCHAINS = {
+    "go": ("redis_client.go", "golang"),
+    "rustc": ("redis_client.rs", "rustc"),
+    "java": ("RedisClient.java", "default-jdk"),
+}
 # A check of manifests, a cluster of processes that run our package too, an interpreter of our
 # kernels for CUDA, and a reader of folders that we quantise.
 TOOLS = {
@@ -81,10 +92,10 @@ def environment(name: str, cache: Path) -> Path:
     """Return the folder of programs of a virtual environment, which is made if there is none yet.
 
     Args:
-        name: A key of `PACKAGES`, `CLIENTS`, `TOOLS` or `WORKFLOWS`.
+        name: A key of `PACKAGES`, `WORKERS`, `CLIENTS`, `TOOLS` or `WORKFLOWS`.
         cache: The folder of all environments. One of other versions under the same name is removed.
     """
-    wanted = (PACKAGES | CLIENTS | TOOLS | WORKFLOWS)[name]
+    wanted = (PACKAGES | WORKERS | CLIENTS | TOOLS | WORKFLOWS)[name]
     return python_environment(Path(name).stem, wanted, cache, UNWANTED.get(name, []))
 
 

@@ -17,13 +17,19 @@ from nano_inference.config import load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 
-from .environments import FOLDER, FOR_NODE, PACKAGES, run
+from .environments import FOLDER, FOR_NODE, FOR_TOOLCHAINS, PACKAGES, WORKERS, run
 
 # What each prints, line by line, as far as it does not depend on the library.
 CURL = ['"content":"12"', r"data: \[DONE\]", '"status":"completed"', '"text":"12"']
 HERE = {
-    "openai_python.py": [r"chat: 12 \d+", "stream: 12", "completion: .+", "response: 12"],
-    "anthropic_python.py": [r"count: \d+", "message: 12 end_turn", "stream: 12", "rest: 2"],
+    "openai_python.py": [
+        *(r"chat: 12 \d+", "stream: 12", "completion: .+", "response: 12"),
+        "batch: completed a 12",
+    ],
+    "anthropic_python.py": [
+        *(r"count: \d+", "message: 12 end_turn", "stream: 12", "rest: 2"),
+        *("batch: a succeeded 12", "batch: b succeeded 12"),
+    ],
 }
 ELSEWHERE = {
     "langchain_chat.py": [
@@ -40,7 +46,9 @@ ELSEWHERE = {
         r"stream: .*21.*'run_item_stream_event'",
     ]
     * 2,
-    "litellm_chat.py": [r"chat: 12 \d+", "stream: 12", "message: 12 stop"],
+    "litellm_chat.py": [
+        *(r"chat: 12 \d+", "stream: 12", "message: 12 stop", "batch: completed a 12"),
+    ],
 }
 IMAGES = "images_python.py"
 SEEN = "a red circle and a blue square"
@@ -50,6 +58,7 @@ ABOUT_IMAGES = {
 IN_NODE = [
     *(r"chat: 12 \d+", "stream: 12", "choice: 0 .+", "choice: 1 .+", "choice: 2 .+"),
     *("response: 12", "events: 12", "error: 400 invalid_top_p top_p"),
+    "batch: completed a 12",
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -77,7 +86,9 @@ async def vision_url() -> AsyncIterator[str]:
 
 async def test_every_program_is_tried_and_listed() -> None:
     programs = {path.name for path in FOLDER.iterdir()} - {"README.md", "tasks"}
-    assert programs == {"curl.sh", *HERE, IMAGES, *ABOUT_IMAGES, *PACKAGES, *FOR_NODE}
+    on_the_bus = {*WORKERS, *(client for client, _ in FOR_TOOLCHAINS.values())}
+    at_gateway = {"curl.sh", *HERE, IMAGES, *ABOUT_IMAGES, *PACKAGES, *FOR_NODE}
+    assert programs == at_gateway | on_the_bus
     listed = re.findall(r"^\| \[(.+?)\]\(\1\) \|", (FOLDER / "README.md").read_text(), re.M)
     assert set(listed) == programs
 

@@ -182,5 +182,5 @@ def test_decoders_that_look_at_neighbours_are_refused(decoder: decoders.Decoder)
 
 def test_a_vocabulary_without_words_is_refused() -> None:
     tokenizer = Tokenizer(models.WordLevel({"!": 0, "?": 1}, unk_token="!"))
-    with pytest.raises(ModelError, match="no token that is a letter"):
+    with pytest.raises(ModelError, match="no letter, digit or word"):
         TokenPieces(tokenizer)

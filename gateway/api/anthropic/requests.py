@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
 from ....bus.public import GenerateRequest
 from ....config import Config, SamplingParams, shown
 from ...call import Call
@@ -12,6 +10,7 @@ from ...serving.constraints import of_text_format, the_one
 from ...serving.fields import Body, engine_priority, read_part
 from ...serving.model_names import adapter_of
 from ...serving.prepared import Prepared
+from ...serving.request_ids import new_id
 from ...serving.sampling_fields import ANTHROPIC, read_sampling
 from .bodies import CountBody, MessagesBody
 from .errors import VERSION_HEADER
@@ -78,7 +77,7 @@ def request_of(
 ) -> GenerateRequest:
     """Return the request to submit."""
     return GenerateRequest(
-        request_id=f"msg_{uuid.uuid4().hex}",
+        request_id=new_id("msg_"),
         prompt=prepared.prompt if isinstance(prepared.prompt, str) else None,
         prompt_token_ids=None if isinstance(prepared.prompt, str) else prepared.prompt,
         images=prepared.images,

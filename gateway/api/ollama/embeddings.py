@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any, TypeVar
 
 from ....bus.public import EmbedParams
@@ -13,6 +12,7 @@ from ...server.http import JsonResponse, Response, read_object
 from ...serving.embedding import EmbedCall, Prompt, answer_embedded
 from ...serving.fields import engine_priority, read_part
 from ...serving.model_names import adapter_of
+from ...serving.request_ids import new_id
 from ...serving.services import Services
 from .bodies import EmbedBody, EmbeddingCommon, EmbeddingsBody
 from .requests import model_of
@@ -69,7 +69,7 @@ class EmbeddingCalls:
     def _wanted(self, fields: EmbeddingCommon, params: EmbedParams) -> EmbedCall:
         config = self._services.config
         return EmbedCall(
-            id=f"embd-{uuid.uuid4().hex}",
+            id=new_id("embd-"),
             params=params,
             priority=engine_priority(fields.priority),
             cache_salt=fields.cache_salt,

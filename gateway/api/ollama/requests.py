@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ...serving.fields import Body, engine_priority, ignore, read_part
 from ...serving.images import content_of, image_part, of_base64, text_part
 from ...serving.model_names import adapter_of
 from ...serving.prepared import Prepared
+from ...serving.request_ids import new_id
 from ...serving.sampling_fields import OLLAMA, read_sampling
 from ...serving.tools import tool_call
 from .bodies import (
@@ -248,7 +248,7 @@ def request_of(
     """Return the request to submit. `plain`: its prompt is a text without a template."""
     prompt = prepared.prompt
     return GenerateRequest(
-        request_id=f"ollama-{uuid.uuid4().hex}",
+        request_id=new_id("ollama-"),
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=None if isinstance(prompt, str) else prompt,
         images=prepared.images,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import sys
 import time
-import uuid
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from ...server.http import Response, field_error, read_object
 from ...serving.embedding import EmbedCall, Prompt, answer_embedded, similarity
 from ...serving.fields import engine_priority, read_part
 from ...serving.model_names import adapter_of
+from ...serving.request_ids import new_id
 from ...serving.services import Services
 from .bodies import Document, EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
 from .requests import prompts_of
@@ -110,7 +110,7 @@ class EmbeddingCalls:
     ) -> Response:
         config = self._services.config
         wanted = EmbedCall(
-            id=f"{kind}-{uuid.uuid4().hex}",
+            id=new_id(f"{kind}-"),
             params=EmbedParams(
                 pooling=fields.pooling, normalize=fields.normalize, dimensions=fields.dimensions
             ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +17,7 @@ from ...serving.durable_calls import CallHead, DurableRecord
 from ...serving.fields import Body, engine_priority, ignore, note_field, read_part
 from ...serving.images import ImageSource
 from ...serving.model_names import adapter_of
+from ...serving.request_ids import new_id
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from ...serving.token_images import images_of
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
@@ -357,7 +357,7 @@ def _common(fields: StreamedBody, config: Config, kind: Kind) -> dict[str, Any]:
     """Return what all calls have in common."""
     adapter = adapter_of(fields.model, config)
     return {
-        "id": f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
+        "id": new_id(_ID_PREFIXES[kind]),
         "created": int(time.time()),
         "kind": kind,
         "model": adapter or config.engine.model_name,

@@ -62,7 +62,6 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
 
     SAMPLING: ClassVar = RESPONSE_SAMPLING
     NEUTRAL: ClassVar = TEXT_NEUTRAL | {
-        "max_tool_calls": "only for built-in tools, which don't exist here",
         "prompt_cache_options": "the cache decides",
         "verbosity": VERBOSITY,
     }
@@ -96,6 +95,7 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     context_management: list[CompactionRule] = []
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
+    max_tool_calls: Int64 | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None

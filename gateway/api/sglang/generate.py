@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from ...serving.begun_calls import BodyCall, keyed
 from ...serving.embedding import EmbedCall, answer_embedded
 from ...serving.fields import read_part
 from ...serving.prepared import as_submitted, check_length
-from ...serving.request_ids import bus_id, name_of
+from ...serving.request_ids import bus_id, name_of, named
 from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
 from .answers import Answer, PromptWriter, SampleEvents
@@ -166,7 +165,7 @@ async def encode(services: Services, call: Call) -> Response:
     prompts, batch = read_prompts(body.text, body.input_ids)
     caller = call.caller
     wanted = EmbedCall(
-        id=bus_id(caller, body.rid or uuid.uuid4().hex),
+        id=bus_id(caller, named(body.rid, "rid")),
         params=EmbedParams(dimensions=body.dimensions),
         priority=body.priority,
         budget_ms=body.budget_ms,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from ...serving.fields import EMPTY, Body, RefusedField, convert_part, read_part
 from ...serving.images import ImageSource, of_base64, of_url
 from ...serving.lane_state import unknown_model
 from ...serving.model_names import adapter_of
+from ...serving.request_ids import check_untagged, new_id
 from ...serving.sampling_fields import SGLANG, read_sampling
 
 _MODEL = "model"
@@ -391,7 +391,9 @@ def read_prompts(
 
 def _request_ids(rid: str | list[str] | None, count: int, batch: bool) -> list[str]:
     if rid is None or rid == "":
-        rid = [uuid.uuid4().hex for _ in range(count)]
+        rid = [new_id() for _ in range(count)]
+    else:
+        check_untagged("rid")
     if isinstance(rid, str):
         return [f"{rid}_{i}" for i in range(count)] if batch else [rid]
     if "" in rid:

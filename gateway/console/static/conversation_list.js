@@ -25,6 +25,7 @@ export function drawConversations(does) {
   let heads = [];
   let current = "";
   const close = () => element.classList.remove("shown");
+  element.addEventListener("keydown", (event) => { if (event.key === "Escape") close(); });
   file.addEventListener("change", async () => {
     try {
       const { turns, settings } = await readExport(file.files[0], newSettings());

@@ -51,6 +51,7 @@ function showTip(span, token) {
 }
 
 export const hideTip = () => { tip.hidden = true; };
+document.addEventListener("pointerdown", ({ target }) => { if (!target.closest(".tokens")) hideTip(); });
 
 /** A text that grows, drawn by its tokens where their logprobs are known. */
 export class TokenText {
@@ -59,7 +60,8 @@ export class TokenText {
     this.drawn = [];
     this.here = -1;
     this.element.addEventListener("pointerover", ({ target }) => this.#point(target));
-    this.element.addEventListener("pointerleave", hideTip);
+    // A finger that is lifted leaves too, but what it has tapped stays.
+    this.element.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hideTip(); });
     this.element.addEventListener("keydown", (event) => this.#key(event));
     this.element.addEventListener("blur", () => { this.#mark(-1); hideTip(); });
   }

@@ -87,21 +87,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
         module = module.to(device)
     except torch.OutOfMemoryError:
         raise ModelError(
-            f"the weights in {folder} don't fit into the memory of {device}",
-            remedy="set engine.quantization to int8 or int4, or choose a smaller model",
+            f"{folder} exceeds the memory of {device}; set engine.quantization"
         ) from None
     except RuntimeError as error:
-        raise ModelError(
-            f"can't bring the model to {device}: {_first_line(error)}",
-            remedy="set engine.device to another one, or see its driver's log",
-        ) from error
+        reason = _first_line(error)
+        raise ModelError(f"can't use {device}: {reason}; set engine.device to another") from error
     if config.huge_pages == "auto":
         try:
             use_huge_pages(module)
         except RuntimeError as error:
             raise ModelError(
-                f"the weights in {folder} don't fit: {error}",
-                remedy="set engine.huge_pages to 'off', or give the process more memory",
+                f"{folder} doesn't fit: {error}; set engine.huge_pages to 'off'"
             ) from None
     # Loading leaves unused memory behind; after a GGUF file as much as the model.
     trim(torch.device("cpu"))
@@ -259,10 +255,7 @@ def _names_own_code(path: Path) -> bool:
 def _check_no_decoder_beside(hf_config: PreTrainedConfig) -> None:
     if hf_config.is_encoder_decoder:
         kind = hf_config.model_type
-        raise ModelError(
-            f"{kind} is an encoder-decoder model; a decoder-only one is needed",
-            remedy="choose another model",
-        )
+        raise ModelError(f"{kind} is an encoder-decoder model; choose a decoder-only one")
 
 
 def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = None) -> None:
@@ -289,8 +282,7 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ModelError(
             f"{model_class.__name__} does not use Transformers' attention interface "
-            "(_supports_attention_backend), so the attention can't be replaced",
-            remedy="choose another model",
+            "(_supports_attention_backend), so the attention can't be replaced; choose another"
         )
 
 
@@ -345,10 +337,8 @@ def _load_weights(
             raise plan.error from None
         if not isinstance(error, Exception):
             raise
-        raise ModelError(
-            f"can't load the model in {folder}: {_first_line(error)}",
-            remedy="copy or download it again, or choose another model",
-        ) from error
+        reason = _first_line(error)
+        raise ModelError(f"can't load the model in {folder}: {reason}; copy it again") from error
     module, info = loaded
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)

@@ -19,6 +19,7 @@ from nano_inference.config import BusError
 from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.batches import runner
 from nano_inference.gateway.batches.lines import lines_of
+from nano_inference.gateway.serving.request_ids import mark_of
 
 from ..fake import Client, FakeEngine, app_of, chunk, completion, observed, refused
 
@@ -439,3 +440,27 @@ async def test_batches_of_anthropics_messages(app: GatewayApp) -> None:
         assert (await batches.list()).data == []
         with pytest.raises(AnthropicError, match="earlier request"):
             await batches.create(requests=[asked[0], asked[0]])
+
+
+async def test_the_results_of_a_batch_have_its_id_as_their_tag(
+    client: AsyncOpenAI, engine: FakeEngine
+) -> None:
+    """Also beside a line that names its request itself."""
+    named = {"url": "/generate", "body": {"rid": "mine", "text": "x"}}
+    file_id = await uploaded(client, line(1), line(2))
+    other = await uploaded(client, json.dumps({"custom_id": "c", "method": "POST", **named}))
+    batches = [
+        await client.batches.create(
+            input_file_id=each,
+            endpoint=endpoint,  # type: ignore[arg-type]
+            completion_window="24h",
+        )
+        for each, endpoint in ((file_id, PATH), (other, "/generate"))
+    ]
+    for each in batches:
+        found = await ended(client, each.id)
+        assert found.request_counts.failed == 0, found
+    ids = {request.request_id for request in engine.requests}
+    tenant = engine.requests[0].tenant
+    assert sum(mark_of(tenant, batches[0].id) in each for each in ids) == 2
+    assert "mine" in ids

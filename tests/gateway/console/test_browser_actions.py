@@ -128,7 +128,7 @@ async def test_an_adapter_and_an_image_with_the_bundled_vision_model(tmp_path: P
             await page.open("playground")
             await page.page.get_by_label("Model", exact=True).select_option(model)
             file = {"name": "red.png", "mimeType": "image/png", "buffer": picture()}
-            await page.page.locator("input[type=file]").set_input_files(file)  # type: ignore[arg-type]
+            await page.page.locator(".composer input[type=file]").set_input_files(file)  # type: ignore[arg-type]
             await page.page.wait_for_selector(".thumb img")
             await page.send("What colour is it?")
             assert await page.answered()

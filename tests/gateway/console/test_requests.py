@@ -141,6 +141,10 @@ async def test_a_key_lists_the_requests_of_its_tenant(engine: FakeEngine) -> Non
             assert (await http.get(f"/console/{path}")).status_code == 401
         session = (await http.get("/console/session", headers=keys["blue"])).json()
         assert (session["scopes"], session["tenant"]) == (["read"], "blue")
+        assert session["default_model"] == "tiny"
+        (model,) = session["models"]
+        assert model["id"] == "tiny"
+        assert (model["bundled"], model["chat"], model["images"]) == (True, True, False)
 
 
 @pytest.mark.parametrize("broken", ["_forget_detail", "_end", "_change"])

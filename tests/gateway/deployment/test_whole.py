@@ -83,7 +83,7 @@ async def test_anthropic_clients_list_all_models(http: Client) -> None:
 @pytest.mark.parametrize("prefix", ["", "/models/small"])
 async def test_a_body_without_an_endpoint_is_not_read(http: Client, prefix: str) -> None:
     form = {"content": b"a=b", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}
-    for path, status in (("files", 404), ("models", 405), ("completions", 415)):
+    for path, status in (("audio", 404), ("models", 405), ("completions", 415)):
         answer = await http.post(f"{prefix}/v1/{path}", **form)  # type: ignore[arg-type]
         assert answer.status_code == status
 

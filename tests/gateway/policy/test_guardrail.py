@@ -417,9 +417,9 @@ def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config
         /v1/completions/render /v1/completions/derender /v1/messages/render /v1/responses/render
         /v1/conversations /v1/conversations/{conversation_id}
         /v1/conversations/{conversation_id}/items
-        /v1/files /v1/batches /v1/batches/{batch_id}/cancel /v1/uploads
-        /v1/uploads/{upload_id}/parts /v1/uploads/{upload_id}/complete
-        /v1/uploads/{upload_id}/cancel /v1/messages/batches /v1/messages/batches/{batch_id}/cancel
+        /v1/files /v1/batches /v1/batches/{batch_id}/cancel /v1/messages/batches
+        /v1/messages/batches/{batch_id}/cancel /v1/uploads /v1/uploads/{upload_id}/parts
+        /v1/uploads/{upload_id}/complete /v1/uploads/{upload_id}/cancel
     """
     known.add("/v1/responses/compact")
     known |= {*no_answers.split(), *(each for each in posts if "sharedmemory" in each)}

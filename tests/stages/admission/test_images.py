@@ -30,7 +30,6 @@ from nano_inference.config import (
     Config,
     EngineConfig,
     ImagesConfig,
-    RequestError,
     SamplingParams,
 )
 from nano_inference.media import decode_process
@@ -429,4 +428,3 @@ async def test_leases_are_renewed_and_lost_images_noticed(core: AdmissionCore) -
 
 def test_the_folder_of_a_text_model_is_unchanged(tmp_path: Path) -> None:
     assert ImageProcessor.of(tmp_path) is None
-    assert RequestError.retry_after_s is None

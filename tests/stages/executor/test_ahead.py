@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "logit_bias": {11: 4.0},
         "stop_token_ids": STOPS,
     },
-    "min_tokens": {"min_tokens": 4, "stop_token_ids": STOPS},
+    "min_tokens": {"min_tokens": 3, "stop_token_ids": STOPS},
     "limits of the choice": {"top_k": 40, "top_p": 0.7, "min_p": 0.01, "stop_token_ids": STOPS},
     "top logprobs": {"logprobs": 2},
 }

@@ -125,7 +125,7 @@ def test_adapters_of_the_language_part(name: str) -> None:
     lane.batching.cache.flush()
     found = lane.run([prompt], NEW_TOKENS, adapter="a")
     assert found == [adapted.generate(prompt, NEW_TOKENS)]
-    with pytest.raises(AdapterError, match=r"LoRA on 'model\.v.* is not, only on linear"):
+    with pytest.raises(AdapterError, match=r"LoRA on 'model\.v.* is not supported, only on linear"):
         vision = r".*vision.*\.(fc1|q_proj)|.*visual.*\.fc1"
         put_adapter(core, make_adapter(world.model, 2, target_modules=vision))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from typing import Any, ClassVar
@@ -43,6 +42,7 @@ from ....server.http import FieldError, convert, decode_object, field_error
 from ....serving.embedding import Prompt
 from ....serving.images import ImageSource
 from ....serving.prepared import check_request
+from ....serving.request_ids import new_id
 from ....serving.samples import Piece, UnsentPieces, all_samples, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 from ....serving.services import Services
@@ -358,7 +358,7 @@ class EngineModel:
             RequestError: A parameter has the wrong type, or the request is too large.
         """
         request = GenerateRequest(
-            request_id=new_id(),
+            request_id=new_id("kserve-"),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=sampling[0],
@@ -413,11 +413,6 @@ class EngineModel:
                 services.submissions, call.call, request, unsent, attachment
             )
         _record_compute(call, completion)
-
-
-def new_id() -> str:
-    """Return a request's id. Clients may use the same id for several requests."""
-    return f"kserve-{uuid.uuid4().hex}"
 
 
 def _record_compute(call: ModelCall, completion: Completion) -> None:

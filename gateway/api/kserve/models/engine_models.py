@@ -22,6 +22,7 @@ from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.fields import RefusedField, read_part
 from ....serving.logprobs import TokenNames, logprobs_by_id
 from ....serving.message_parts import records_of
+from ....serving.request_ids import new_id
 from ....serving.sampling_fields import VLLM, SamplingBody
 from ....serving.submissions import ENDED_EARLY
 from ..served import Answer, ModelCall
@@ -34,7 +35,6 @@ from .backend import (
     cache_salt_of,
     finish_reasons,
     flag_of,
-    new_id,
     numbers,
     priority_of,
     read_sampling,
@@ -330,7 +330,7 @@ class EmbedModel(EngineModel):
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         wanted = EmbedCall(
-            id=new_id(),
+            id=new_id("kserve-"),
             params=_read_params(call),
             priority=priority_of(call.request),
             cache_salt=cache_salt_of(call.request),

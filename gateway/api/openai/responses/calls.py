@@ -46,8 +46,8 @@ from .requests import (
     conversation_of,
     read_response,
 )
-from .stored import BackgroundResponses, as_response_error
-from .tools import tool_use
+from .stored import BackgroundResponses, as_response_error, check_streams
+from .tools import has_servers, tool_use
 
 _SOON_S = 0.05
 """Time for a background response to be published before its client is answered. A response that
@@ -92,6 +92,13 @@ class ResponseCalls:
     async def create(self, call: Call) -> Response:
         body, wanted, items = await self._read(call)
         again = keyed(call, body)
+        if self._services.config.mcp.enabled and has_servers(wanted.fields.tools):
+            # Imported for such calls alone.
+            from .mcp_calls import create
+
+            return await create(self._services, self, call, wanted, items, again)
+        if wanted.fields.max_tool_calls is not None:
+            ignore("max_tool_calls")
         if wanted.fields.stream and (event_id := last_event_id(call)):
             response_id = response_of(event_id)
             found = await self.stored.find_stored(call, response_id, again)
@@ -366,12 +373,14 @@ class ResponseCalls:
         fields = found.record.call.fields
         if fields.background and not fields.stream:
             return JsonResponse(await self.stored.known(found))
+        check_streams(found.record)
         return await self._respond(await self._attached(call, found, after))
 
     async def _followed(
         self, call: Call, found: Found[ResponseRecord], after: int | None, event_id: str
     ) -> Response:
         """Stream a stored response, after an event."""
+        check_streams(found.record)
         if after is None:
             after = read_number(event_id, found.record.id) if event_id else NOTHING
         running = await self._attached(call, found, after)

@@ -76,12 +76,19 @@ class ResponseEvents:
 
     async def end(self, completion: Completion) -> None:
         """Send the last events of a response that has ended."""
+        await self.rest(completion)
+        await self.finish(self.writer.ended(completion, self._items))
+
+    async def rest(self, completion: Completion) -> None:
+        """Send the events of what did not come in chunks."""
         await self._progress()
         if completion.samples:
             sample = completion.samples[0]
             unread = len(sample.token_ids) - self._num_tokens
             await self._send_events(await self.beside(unread, partial(self._items.end, sample)))
-        response = self.writer.ended(completion, self._items)
+
+    async def finish(self, response: Answer) -> None:
+        """Send the last event of a response that has ended."""
         # A client that has this event may continue.
         await self.keep(self.writer.record, response)
         kind = _ENDS.get(response["status"], _INCOMPLETE)

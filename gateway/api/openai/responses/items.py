@@ -13,7 +13,7 @@ from ....server.http import field_error
 from ....serving.chat_templates import Turn
 from ....serving.fields import ignore, read_part
 from ....serving.sealed import unseal
-from ....serving.tools import DirectCaller, tool_call
+from ....serving.tools import DirectCaller, result_text, tool_call
 from ..bodies import OpenAIMessage
 from ..custom_tools import INPUT
 from ..messages import THOUGHTS, arguments_of, content_of, turn_of
@@ -26,6 +26,9 @@ function or custom tool, of its output, of the reasoning of a turn, or of a comp
 REFERENCE = "item_reference"
 REASONING, COMPACTION = "reasoning", "compaction"
 """Types of items, and the kinds of their sealed texts."""
+
+MCP_CALL, MCP_LIST = "mcp_call", "mcp_list_tools"
+MCP_REQUEST, MCP_RESPONSE = "mcp_approval_request", "mcp_approval_response"
 
 SUMMARY = "Summary of the conversation so far:\n"
 """The beginning of a compaction's text."""
@@ -93,6 +96,48 @@ class CompactionItem(msgspec.Struct, frozen=True, kw_only=True):
     OPEN: ClassVar = True
 
     encrypted_content: str
+
+
+class McpCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of an MCP server's tool, with its result."""
+
+    OPEN: ClassVar = True
+
+    server_label: str
+    name: str
+    arguments: str = "{}"
+    output: str | None = None
+    error: dict[str, Any] | str | None = None
+    approval_request_id: str | None = None
+
+
+class McpListTools(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools of an MCP server, as a response listed them."""
+
+    OPEN: ClassVar = True
+
+    server_label: str
+    tools: list[dict[str, Any]] = []
+
+
+class McpApprovalRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of an MCP server's tool that waits for an approval."""
+
+    OPEN: ClassVar = True
+
+    server_label: str
+    name: str
+    arguments: str = "{}"
+
+
+class McpApprovalResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The approval or refusal of a call."""
+
+    OPEN: ClassVar = True
+
+    approval_request_id: str
+    approve: bool
+    reason: str | None = None
 
 
 class ItemReference(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,6 +331,18 @@ def _compaction(given: dict[str, Any], where: str, tenant: str) -> Item:
     return {"encrypted_content": sealed, "summary": summary}
 
 
+def _mcp(kind: type[msgspec.Struct]) -> Callable[[dict[str, Any], str, str], Item]:
+    """Return the reader of an item about an MCP server, which becomes an item as it came."""
+
+    def read(given: dict[str, Any], where: str, tenant: str) -> Item:
+        item = msgspec.structs.asdict(read_part(given, kind, where))
+        if "arguments" in item:
+            arguments_of(item["arguments"], f"{where}.arguments")
+        return item | ({"status": "failed"} if item.get("error") else {})
+
+    return read
+
+
 def _reference(given: dict[str, Any], where: str, tenant: str) -> Item:
     read_part(given, ItemReference, where)
     return {}
@@ -300,6 +357,10 @@ _KINDS: dict[str, tuple[str, Callable[[dict[str, Any], str, str], Item]]] = {
     REASONING: ("rs_", _reasoning),
     COMPACTION: ("cmp_", _compaction),
     REFERENCE: ("", _reference),
+    MCP_CALL: ("mcp_", _mcp(McpCall)),
+    MCP_LIST: ("mcpl_", _mcp(McpListTools)),
+    MCP_REQUEST: ("mcpr_", _mcp(McpApprovalRequest)),
+    MCP_RESPONSE: ("mcpa_", _mcp(McpApprovalResponse)),
 }
 """The types of items: the prefix of new ids, and the reader."""
 
@@ -317,10 +378,6 @@ _BUILT_IN = frozenset(
         "image_generation_call",
         "local_shell_call",
         "local_shell_call_output",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "mcp_list_tools",
         "program",
         "program_output",
         "shell_call",
@@ -346,14 +403,18 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
     # The assistant's turn so far.
     spoken: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
+    # Results that come with their calls, of MCP servers.
+    results: list[Turn] = []
     names: dict[str, str] = {}
 
     def end_turn() -> None:
         if spoken or calls:
             called = {"tool_calls": [*calls]} if calls else {}
             turns.append(turn_of({"role": "assistant", "content": ""} | spoken | called, "input"))
+            turns.extend(results)
             spoken.clear()
             calls.clear()
+            results.clear()
 
     def end_turn_if_begun() -> None:
         """Reasoning alone does not begin a turn."""
@@ -361,7 +422,20 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
             end_turn()
 
     for item in items:
+        if calls and len(results) == len(calls):
+            end_turn()
         match item["type"]:
+            case "mcp_list_tools" | "mcp_approval_request" | "mcp_approval_response":
+                pass
+            case "mcp_call":
+                name = flat_name(item["name"], item["server_label"])
+                calls.append(tool_call(item["id"], name, item["arguments"]))
+                result: Turn = {
+                    "role": "tool",
+                    "content": result_text(item["output"], item["error"]),
+                    "name": name,
+                }
+                results.append(result | {"tool_call_id": item["id"]})
             case "reasoning":
                 end_turn_if_begun()
                 text = "\n".join(part["text"] for part in item["content"] or item["summary"])

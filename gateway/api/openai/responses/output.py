@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, assert_never
+from typing import Any, ClassVar, Literal, NamedTuple, assert_never
 
 from .....bus.public import Completion, CompletionSample, Output
 from .....config import NanoInferenceError
@@ -211,6 +211,7 @@ class ResponseWriter:
     tokenizer: Tokenizer
     form: MessageFormat | None
     measures: Measures | None
+    items: ClassVar[type[OutputItems]] = OutputItems
 
     @property
     def call(self) -> ResponseCall:
@@ -230,7 +231,7 @@ class ResponseWriter:
             by_tokens=shows,
             measures=self.measures,
         )
-        return OutputItems(
+        return self.items(
             self.record.id.removeprefix(ID_PREFIX),
             parts,
             TokenNames(tokenizer, as_ids=False) if shows else None,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Sized
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -19,6 +18,7 @@ from ....serving.constraints import of_structured_outputs, of_text_format, the_o
 from ....serving.durable_calls import CallHead, DurableRecord
 from ....serving.fields import Body, engine_priority, ignore, read_part
 from ....serving.model_names import adapter_of
+from ....serving.request_ids import new_id
 from ....serving.sampling_fields import RESPONSE_SAMPLING, read_sampling
 from ..response_bodies import ResponseBody
 from .items import Item, items_of, turns_of
@@ -100,6 +100,8 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
         constraint: The output's, where tools or reasoning add to that of the fields.
         images: Images of the prompt.
         session: The session of which it is a turn; "" for none.
+        answer: The response as it is now, of several requests; None if it follows from the outputs
+            of one.
     """
 
     call: ResponseCall
@@ -113,6 +115,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     constraint: Constraint | None = None
     images: tuple[ImageInput, ...] = ()
     session: str = ""
+    answer: dict[str, Any] | None = None
 
     @property
     def request_ids(self) -> list[str]:
@@ -124,7 +127,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     @property
     def is_complete(self) -> bool:
-        return self.background or self.keyed is not None
+        return self.background or self.keyed is not None or self.answer is not None
 
     @property
     def is_durable(self) -> bool:
@@ -204,7 +207,7 @@ def read_response(
     if fields.background and not fields.store:
         raise field_error("background", "takes store: true, or no client could find it")
     call = ResponseCall(
-        id=f"{ID_PREFIX}{uuid.uuid4().hex}",
+        id=new_id(ID_PREFIX),
         created=int(time.time()),
         model=adapter_of(fields.model, config) or config.engine.model_name,
         of_model=config.engine.model_name,

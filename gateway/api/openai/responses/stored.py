@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
+import msgspec
 
 from .....bus.public import Completion
 from .....config import BusError, ChannelClosed, NanoInferenceError, shown
@@ -80,6 +81,8 @@ class StoredResponses(BegunCalls[ResponseRecord]):
             RequestError: unknown_response.
         """
         record, kept = found
+        if record.answer is not None:
+            return record.answer
         services = self._services
         try:
             last = await services.durable.last_output(record.id, kept)
@@ -260,6 +263,9 @@ class BackgroundResponses(StoredResponses):
 
     def _take_over(self, response_id: str, kept: DurableCall) -> bool:
         record = decode_record(kept.record, ResponseRecord)
+        if record is not None and record.answer is not None:
+            self._services.durable.begin(self._lost(record, record.answer))
+            return True
         if record is None or not record.background:
             return False
         # A response of this gateway may be unattached while the bus is away.
@@ -269,6 +275,19 @@ class BackgroundResponses(StoredResponses):
             call.account.background = True
             self.begin(record, call, kept)
         return True
+
+    async def _lost(self, record: ResponseRecord, answer: Answer) -> None:
+        """End a response of several requests whose gateway was killed: none is made again, since
+        tools were called between them."""
+        if answer["status"] in UNENDED:
+            error = {
+                "code": "response_interrupted",
+                "message": "the gateway that made the response was stopped; calls of tools in the "
+                "output may have had their effect, and nothing was called again",
+            }
+            answer |= {"status": "failed", "error": error}
+            record = msgspec.structs.replace(record, answer=answer)
+            await self._services.durable.replace(record.id, record.encode())
 
     async def _run(self, run: Run) -> None:
         try:
@@ -321,6 +340,17 @@ def _call_of(record: ResponseRecord) -> Call:
     call = Call(caller=record.caller)
     call.tenant, call.session = record.tenant, record.session
     return call
+
+
+def check_streams(record: ResponseRecord) -> None:
+    """Raises FieldError: The events of a response are sent once."""
+    if record.answer is not None:
+        raise field_error(
+            "stream",
+            ": the events of a response with tools of MCP servers are sent once; retrieve "
+            f"{record.id} without stream",
+            code="unsupported",
+        )
 
 
 def unknown(response_id: str) -> EngineError:

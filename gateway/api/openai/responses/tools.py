@@ -22,6 +22,9 @@ from ..custom_tools import CustomFormat, custom_tool, input_of, joined
 from ..messages import FlatTool
 from ..response_bodies import ResponseBody
 
+MCP = "mcp"
+"""The type of an MCP server's tools."""
+
 _CHOICE = "tool_choice"
 _BUILT_IN = (
     "apply_patch",
@@ -30,7 +33,6 @@ _BUILT_IN = (
     "file_search",
     "image_generation",
     "local_shell",
-    "mcp",
     "programmatic_tool_calling",
     "shell",
     "tool_search",
@@ -45,6 +47,11 @@ _DEFAULTS: dict[str, Any] = {"description": None, "parameters": None, "strict": 
 def is_built_in(kind: object) -> bool:
     """Return whether a type is of a built-in tool, which a model here may do without."""
     return isinstance(kind, str) and kind.startswith(_BUILT_IN)
+
+
+def has_servers(tools: list[dict[str, Any]]) -> bool:
+    """Return whether any of the tools are an MCP server's."""
+    return any(tool.get("type") == MCP for tool in tools)
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +240,13 @@ def _tool(
         custom = read_part(given, CustomTool, where)
         about, grammar = joined(before, custom.description), custom.format
         return custom_tool(name, about, grammar, f"{where}.format", form)
+    if kind == MCP:
+        raise field_error(
+            where,
+            ": tools of MCP servers are called by POST /v1/responses alone, and only if the "
+            "gateway has mcp.servers or mcp.server_hosts; call the tool yourself as a function",
+            code="unsupported",
+        )
     if kind != "function":
         raise field_error(
             where,

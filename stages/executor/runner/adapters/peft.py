@@ -197,9 +197,10 @@ def _read_config(folder: Path) -> _Config:
     try:
         return _checked(msgspec.json.decode(content, type=dict[str, Any]))
     except UNREADABLE as error:
+        from .....config.wrong_values import told_of
+
         raise AdapterError(
-            f"{shown(str(file))} can't be used: {shown(str(error))}",
-            remedy="save the adapter again",
+            f"{shown(str(file))} can't be used: {told_of(error)}; save the adapter again"
         ) from None
 
 
@@ -213,18 +214,20 @@ def _checked(fields: Mapping[str, Any]) -> _Config:
     known = {name: fields[name] for name in _Config.__struct_fields__ if name in fields}
     config = msgspec.convert(known, _Config, strict=False)
     if config.peft_type != "LORA":
-        raise _unsupported(f"it is of PEFT's kind {shown(config.peft_type)}, and only LORA is")
+        raise _unsupported(
+            f"it is of PEFT's kind {shown(config.peft_type)}, and only LORA is supported"
+        )
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith(_OTHER_BASE):
         raise _unsupported(
-            f"init_lora_weights {shown(initial)}, which has also changed the base weights, is not",
+            f"init_lora_weights {shown(initial)} is not supported, which changes the base too",
             "save it with path_initial_model_for_weight_conversion",
         )
     if config.bias != "none":
-        raise _unsupported(f"bias {shown(config.bias)} is not, only 'none'")
+        raise _unsupported(f"bias {shown(config.bias)} is not supported, only 'none'")
     for name in _UNSUPPORTED:
         if fields.get(name):
-            raise _unsupported(f"{name} is not", "train it without")
+            raise _unsupported(f"{name} is not supported", f"train it without {name}")
     if not math.isfinite(config.lora_alpha):
         raise AdapterError(f"lora_alpha is {config.lora_alpha}; it must be a number")
     return config
@@ -240,7 +243,7 @@ def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> A
         plain = key.replace("\\.", ".")
         if not _PLAIN_PATTERN.fullmatch(plain):
             raise _unsupported(
-                f"the pattern {shown(key)} in rank_pattern or alpha_pattern is not",
+                f"the pattern {shown(key)} in rank_pattern or alpha_pattern is not supported",
                 "write the names of the modules, or how they end",
             )
         wanted = plain.removesuffix("$")
@@ -267,7 +270,7 @@ def _pairs_of(
 ) -> dict[str, LoraPair]:
     if model.is_encoder:
         # It runs Transformers' own code, with several requests in one pass.
-        raise _unsupported("an encoder is the model, and only models with a KV cache are")
+        raise _unsupported("the model is an encoder, and only models with a KV cache take adapters")
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
@@ -342,11 +345,8 @@ def _linears(model: LoadedModel) -> dict[str, LinearMethod]:
 
 
 def _unsupported(what: str, remedy: str = "") -> AdapterError:
-    """Return the refusal of `what`, which ends with "is" or "is not"."""
-    end = f"; {remedy}" if remedy else ""
-    return AdapterError(
-        f"the adapter can't be served: {what} supported{end}", code="adapter_unsupported"
-    )
+    what = f"the adapter can't be served: {what}"
+    return AdapterError(what, remedy=remedy, code="adapter_unsupported")
 
 
 def _too_large(message: str) -> AdapterError:
@@ -361,7 +361,9 @@ def _unknown_tensor(name: str) -> AdapterError:
         ("modules_to_save", "modules_to_save is not"),
     ):
         if part in name:
-            return _unsupported(f"{what} (the tensor {shown(name)}), only LoRA on linear layers is")
+            return _unsupported(
+                f"{what} supported (the tensor {shown(name)}), only LoRA on linear layers"
+            )
     return AdapterError(
         f"the tensor {shown(name)} is unknown; an adapter has lora_A and lora_B of linear layers"
     )
@@ -376,6 +378,6 @@ def _no_such_module(name: str, module: nn.Module) -> AdapterError:
             f"{type(module).__name__}; it is for another model"
         )
     return _unsupported(
-        f"LoRA on {shown(name)} ({kind}) is not, only on linear layers that every token passes "
-        "before the output layer it is"
+        f"LoRA on {shown(name)} ({kind}) is not supported, only on linear layers that every token "
+        "passes before the output layer"
     )

@@ -192,7 +192,7 @@ OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     invalid("instructions", instructions=5),
     invalid("include[0]", "unsupported", include=["message.output_text.tokens"]),
     invalid("top_logprobs", top_logprobs=3),
-    invalid("metadata[...]", metadata={"a": 1}),
+    invalid("metadata", metadata={"a": 1}),
     invalid("metadata", metadata={str(key): "" for key in range(17)}),
     invalid("background", background=True, store=False),
     invalid("background_options", "unsupported", background_options={"completion_window": "2h"}),

@@ -171,11 +171,11 @@ async def test_the_tools_of_a_namespace_are_called_by_both_names(
 async def test_built_in_tools_and_their_items_are_left_out_and_named(
     http: Client, model: Model
 ) -> None:
-    kinds = ("web_search_preview_2025_03_11", "local_shell", "mcp", "computer_use", "tool_search")
+    kinds = ("web_search_preview_2025_03_11", "local_shell", "shell", "computer_use", "tool_search")
     items: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-        {"type": "mcp_list_tools", "id": "m", "server_label": "x", "tools": []},
+        {"type": "file_search_call", "id": "f", "status": "completed"},
     ]
     tools = [*({"type": kind} for kind in kinds), CLOCK]
     body = {"input": items, "tools": tools, "tool_choice": {"type": "auto"}}

@@ -187,6 +187,7 @@ class Call:
         message: Message of that error.
         batch_line: Whether it is a line of a batch: its caller was authenticated when the batch was
             made, and its requests have the lowest priority.
+        aborted: Whether a request of it was cancelled, so that its answer is not whole.
         hold: Counts bytes made of its body until it is answered. Raises `Overloaded` when there is
             no room for them.
         fetch: Reads its body from the connection. Raises `ClientLeft`, and RequestError
@@ -223,6 +224,7 @@ class Call:
     code: str = ""
     message: str = ""
     batch_line: bool = False
+    aborted: bool = False
     hold: Callable[[int], None] = no_limit
     fetch: Callable[[int], Awaitable[bytes]] = no_body
     chunks: Callable[[], AsyncIterator[bytes]] = no_chunks

@@ -414,9 +414,15 @@ class BatchRunner:
         """Run a line. While it waits after a refusal, lines of others take its place."""
         try:
             for wait_s in _waits():
+                call = _call(running.state, line)
                 async with self._slots:
-                    answer = await self.answer(_call(running.state, line), body)
-                if answer.status not in _RETRIED:
+                    answer = await self.answer(call, body)
+                if call.aborted:
+                    # By an operator, or because no gateway took it over in time. Its key leads to
+                    # what it has come to.
+                    names = [name_of_key(running.state.tenant, call.id)]
+                    await self._patiently(partial(self.calls.drop_named, names))
+                elif answer.status not in _RETRIED:
                     break
                 after = answer.headers.get("retry-after", "")
                 await anyio.sleep(max(wait_s, float(after) if after.isdigit() else 0))

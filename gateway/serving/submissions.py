@@ -457,6 +457,7 @@ class Submissions:
                         log.output(request, output)
                     if isinstance(output, Completion):
                         _check(output)
+                        call.aborted |= output.status == "cancelled"
                     yield output
 
     async def filtered_end(
@@ -465,6 +466,7 @@ class Submissions:
         """Filter the end of a request that was found on the bus; `before` as for `run`."""
 
         async def found() -> AsyncGenerator[Output, None]:
+            call.aborted |= end.status == "cancelled"
             yield end
 
         async with aclosing(self.policy.outputs(call, request, found(), before)) as outputs:

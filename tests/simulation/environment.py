@@ -217,6 +217,7 @@ class Environment:
             (redis_bus, "os", process),
             (pipelines, "os", process),
             (pipelines, "identity_of", lambda pid: f"{pid}"),
+            (pipelines.ProcessUse, "read", lambda self: (0.0, 0)),
             (executor, "_TORCH_THREAD", self._thread),
             (executor, "facts_of_model", lambda core: {}),
             (executor, "_WAITING_THREAD", self._thread),

@@ -87,4 +87,9 @@ FOUND: dict[str, Known] = {
     "a stage that fails in a replaced process ends its successor": (5002031, 10),
     "a server that changes while admission stands still is not noticed": (402, 10),
     "a stream is ended of which a server has lost the first entries": (68, 24),
+    "a line that another gateway takes over has a new key": (34, 24),
+    "the blobs of the result that counts are deleted": (34, 24),
+    "a segment whose gateway was killed is not taken over": (3394, 24),
+    "an aborted line is answered": (3394, 24),
+    "background sequences pause before they are handed over": (3636, 24),
 }

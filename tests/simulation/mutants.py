@@ -363,6 +363,36 @@ MUTANTS = (
         "constraint = plain(constraint)",
         "constraint = None",
     ),
+    Defect(
+        "a line that another gateway takes over has a new key",
+        "gateway/batches/runner.py",
+        'b"idempotency-key", name.encode()',
+        'b"idempotency-key", uuid.uuid4().hex.encode()',
+    ),
+    Defect(
+        "the blobs of the result that counts are deleted",
+        "gateway/batches/runner.py",
+        "if not await self._patiently(finish):",
+        "if await self._patiently(finish):",
+    ),
+    Defect(
+        "a segment whose gateway was killed is not taken over",
+        "store/batches.py",
+        '"NX", "GET", "EX", lease_s)',
+        '"NX", "GET", "EX", 10**6 * lease_s)',
+    ),
+    Defect(
+        "an aborted line is answered",
+        "gateway/batches/runner.py",
+        "if call.aborted:",
+        "if False:",
+    ),
+    Defect(
+        "background sequences pause before they are handed over",
+        "stages/fairness/parts/background.py",
+        'and running.successor in ("", running.replica)',
+        "and True",
+    ),
 )
 
 OLD_DEFECTS = (

@@ -23,7 +23,11 @@ class Background(Part):
             running
             for replica in self.core.replicas.values()
             for running in replica.running.values()
-            if running.request.priority == BACKGROUND and not running.leaving
+            if running.request.priority == BACKGROUND
+            and not running.leaving
+            # Paused before it is handed over, it would keep its place on the other replica, which
+            # the requests that it is to let pass need.
+            and running.successor in ("", running.replica)
         ]
         asked = sorted(staying, key=lambda running: running.order)
         asked = asked[self.core.config.background_beside :]

@@ -155,6 +155,22 @@ async def test_a_refusal_for_load_is_tried_again(client: AsyncOpenAI, engine: Fa
     assert len(engine.requests) == 2
 
 
+async def test_an_aborted_line_runs_anew(
+    client: AsyncOpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "DEFAULT_RETRY_S", 0.01)
+    usual = engine.outputs
+
+    def outputs(request: Any) -> Any:
+        first = len(engine.requests) == 1
+        return [completion(request, status="cancelled")] if first else usual(request)
+
+    engine.outputs = outputs
+    batch = await ended(client, await begun(client, line(0)))
+    assert batch.request_counts.completed == 1
+    assert len(engine.requests) == 2
+
+
 async def test_a_cancelled_batch_keeps_its_answers(client: AsyncOpenAI, engine: FakeEngine) -> None:
     usual = engine.outputs
     engine.outputs = lambda request: usual(request) if "prompt 0" in str(request.prompt) else []

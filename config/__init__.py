@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .batches import BatchesConfig as BatchesConfig
 from .engine import ADAPTER_ID_RULE as ADAPTER_ID_RULE
 from .engine import BUNDLED_MODEL as BUNDLED_MODEL
 from .engine import BUNDLED_VISION_MODEL as BUNDLED_VISION_MODEL
@@ -30,11 +29,7 @@ from .errors import RequestError as RequestError
 from .errors import WeightsError as WeightsError
 from .errors import field_error as field_error
 from .errors import prompt_too_long as prompt_too_long
-from .gateway import GatewayConfig as GatewayConfig
-from .images import ImagesConfig as ImagesConfig
-from .mcp import McpConfig as McpConfig
 from .models import ModelConfig as ModelConfig
-from .policy import PolicyConfig as PolicyConfig
 from .quoting import MOST_SHOWN as MOST_SHOWN
 from .quoting import MOST_TEXT as MOST_TEXT
 from .quoting import cut as cut
@@ -42,7 +37,6 @@ from .quoting import cut_middle as cut_middle
 from .quoting import field_name as field_name
 from .quoting import line_safe as line_safe
 from .quoting import shown as shown
-from .ray import RayConfig as RayConfig
 from .redact import REDIS_SCHEMES as REDIS_SCHEMES
 from .redact import redact as redact
 from .roles import REPLICATED as REPLICATED
@@ -62,7 +56,6 @@ from .settings import MOST_SHARDS as MOST_SHARDS
 from .settings import STAGES as STAGES
 from .settings import AdmissionConfig as AdmissionConfig
 from .settings import BusConfig as BusConfig
-from .settings import Config as Config
 from .settings import DeploymentConfig as DeploymentConfig
 from .settings import FairnessConfig as FairnessConfig
 from .settings import PipelineConfig as PipelineConfig
@@ -72,18 +65,28 @@ from .settings import Stage as Stage
 from .settings import TelemetryConfig as TelemetryConfig
 from .settings import check_roles as check_roles
 
-_IN_LOAD = (
-    "API_KEY_VARIABLE",
-    "as_environment",
-    "as_text",
-    "load_config",
-    "nearest",
-    "parse_value",
-    "text_in",
-)
-"""Names that are loaded on first use."""
+_ON_FIRST_USE = {
+    "BatchesConfig": ".batches",
+    "GatewayConfig": ".gateway",
+    "ImagesConfig": ".images",
+    "McpConfig": ".mcp",
+    "PolicyConfig": ".policy",
+    "RayConfig": ".ray",
+    "Config": ".whole",
+    "API_KEY_VARIABLE": ".load",
+    "as_environment": ".load",
+    "as_text": ".load",
+    "load_config": ".load",
+    "nearest": ".load",
+    "parse_value": ".load",
+    "text_in": ".load",
+}
+"""The modules of names that are loaded on first use."""
 
 if TYPE_CHECKING:
+    from .batches import BatchesConfig as BatchesConfig
+    from .gateway import GatewayConfig as GatewayConfig
+    from .images import ImagesConfig as ImagesConfig
     from .load import API_KEY_VARIABLE as API_KEY_VARIABLE
     from .load import as_environment as as_environment
     from .load import as_text as as_text
@@ -91,9 +94,13 @@ if TYPE_CHECKING:
     from .load import nearest as nearest
     from .load import parse_value as parse_value
     from .load import text_in as text_in
+    from .mcp import McpConfig as McpConfig
+    from .policy import PolicyConfig as PolicyConfig
+    from .ray import RayConfig as RayConfig
+    from .whole import Config as Config
 else:
 
     def __getattr__(name: str) -> Any:
-        if name not in _IN_LOAD:
+        if name not in _ON_FIRST_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(".load", __name__), name)
+        return getattr(importlib.import_module(_ON_FIRST_USE[name], __name__), name)

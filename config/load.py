@@ -19,7 +19,7 @@ import yaml
 
 from .errors import ConfigError
 from .quoting import MOST_SHOWN
-from .settings import Config
+from .whole import Config
 
 ENV_PREFIX = "NANO_INFERENCE_"
 

@@ -26,7 +26,7 @@ from .programs import Ran, run
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("*.py", "error_codes.toml", "*.c", "*.h", "*.proto", "*.binpb")
-USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "batch", "ray", "arc")
+USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "batch", "mcp", "ray", "arc")
 OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 

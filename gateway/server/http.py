@@ -64,8 +64,10 @@ NAMED_MODEL = "named_model"
 _NEAR = 0.85
 
 _NOT_OFFERED = frozenset(
-    ("assistants", "audio", "containers", "evals", "fine_tuning", "images", "moderations")
-    + ("organization", "realtime", "skills", "threads", "vector_stores", "videos")
+    (
+        *("assistants", "audio", "containers", "evals", "fine_tuning", "images", "moderations"),
+        *("organization", "realtime", "skills", "threads", "vector_stores", "videos"),
+    )
 )
 """First names of OpenAI's paths that no interface here has."""
 

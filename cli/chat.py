@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Coroutine
@@ -58,6 +59,8 @@ _PROMPT = "> "
 
 _RESULT_CELLS = 400
 """Columns of a tool's result that are shown."""
+
+_PLACE = re.compile(r"^messages\[\d+\][\w.\[\]]*: ")
 
 DEMO_QUESTIONS = (
     "What is 3 + 4?",
@@ -160,6 +163,8 @@ class _Chat:
         self._shows_markdown = self._on_terminal and not self.is_plain and has_cursor(sys.stdout)
         self._failed = False
         self._saved: Path | None = None
+        # The system prompt and the model of the last answer.
+        self._answered_by: tuple[str, str | None] | None = None
         self._models: list[str] = []
         self._prompt = _PROMPT
 
@@ -181,7 +186,9 @@ class _Chat:
                     runner.run(self.mcp.open())
                     self.tools += self.mcp.offered
             if self._on_terminal:
-                _note(*opening, f"model: {self.model or 'the default'}; /help for commands")
+                _note(*opening[:1], f"model: {self.model or 'the default'}; /help for commands")
+                for number, asked in enumerate(opening[1:]):
+                    _dim(f"  {'Try:' if number == 0 else '    '} {asked}")
                 editing = line_editing(
                     lambda: [*COMMANDS, *self._models], history=self.keeps_history
                 )
@@ -256,7 +263,7 @@ class _Chat:
                 case "/quit":
                     raise EOFError
                 case "/image":
-                    self._images.append(read_image(Path(rest)))
+                    self._images.append(read_image(_file(name, rest)))
                     _note(f"{rest} goes with the next question")
                 case "/clear":
                     self._messages.clear()
@@ -302,7 +309,8 @@ class _Chat:
         asked = [n for n, each in enumerate(self._messages) if each["role"] == "user"]
         if not asked:
             raise ConfigError("there is no question yet; write one first")
-        if not self.template.get("sampling", {}).get("temperature"):
+        is_greedy = not self.template.get("sampling", {}).get("temperature")
+        if is_greedy and self._answered_by == (self.system, self.model):
             _note("at temperature 0 the answer is the same; chat --temperature 0.7 varies it")
         before = self._messages[asked[-1] :]
         del self._messages[asked[-1] :]
@@ -310,21 +318,23 @@ class _Chat:
             self._messages += before
 
     def _save(self, path: Path) -> None:
-        """Write the conversation to a new file that only this user reads, or that of before."""
+        """Write the conversation to a new file that only this user reads, or that of before. Its
+        folder is created."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *map(for_server, self._messages)]
         content = msgspec.json.encode({"model": self.model, "messages": messages})
         new = os.O_TRUNC if path == self._saved else os.O_EXCL
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_WRONLY | os.O_CREAT | new, 0o600)
-        except FileExistsError:
-            raise ConfigError(f"{path} exists; give another name") from None
         except OSError as error:
+            if isinstance(error, FileExistsError) and path.exists():
+                raise ConfigError(f"{path} exists; give another name") from None
             raise ConfigError(f"can't write {path}: {error.strerror}; name another") from None
         with open(file, "wb") as opened:
             opened.write(msgspec.json.format(content) + b"\n")
         self._saved = path
-        _note(f"{len(self._messages)} messages are in {path}")
+        _note(f"{len(messages)} messages are in {path}")
 
     def _load(self, path: Path) -> None:
         """Replace the conversation by that of a file."""
@@ -334,9 +344,13 @@ class _Chat:
             raise ConfigError(
                 f"can't read {path}: {error.strerror}", remedy="give a readable file"
             ) from None
-        except (ValueError, RecursionError) as error:
+        except msgspec.ValidationError as error:
             raise ConfigError(
                 f"{path} has no conversation: {error}", remedy="give a file that /save has written"
+            ) from None
+        except (ValueError, RecursionError):
+            raise ConfigError(
+                f"{path} is no JSON conversation", remedy="give a file that /save has written"
             ) from None
         if not all("role" in each for each in found):
             raise ConfigError(
@@ -346,8 +360,8 @@ class _Chat:
         systems = [str(each.get("content")) for each in found if each["role"] == "system"]
         self.system = "\n".join(systems)
         self._messages = [from_server(each) for each in found if each["role"] != "system"]
-        self._saved = path
-        _note(f"{len(self._messages)} messages are loaded; the next question goes on from there")
+        self._saved, self._answered_by = path, None
+        _note(f"{len(found)} messages are loaded; the next question goes on from there")
 
     def _question(self, runner: asyncio.Runner, text: str) -> None:
         """Ask a question. Raises EOFError: The input ends at a tool call."""
@@ -389,7 +403,8 @@ class _Chat:
             if not (self._on_terminal or isinstance(error, RequestError)):
                 raise
             self._failed = True
-            complain(f"{error} ({error.code})")
+            # A place in the call's body means nothing to someone who types.
+            complain(f"{_PLACE.sub('', str(error))} ({error.code})")
             return None
         answer: Message = {"role": "assistant", "content": writer.text}
         if calls:
@@ -398,6 +413,7 @@ class _Chat:
                 for id, name, arguments in calls
             ]
         self._messages += [*new, answer]
+        self._answered_by = (self.system, self.model)
         return calls
 
     def _writer(self) -> AnswerWriter:
@@ -533,7 +549,7 @@ def opening_of(model: ListedModel | None) -> tuple[str, ...]:
     bundled = (BUNDLED_MODEL, str(EngineConfig(model_path=BUNDLED_MODEL).model_folder))
     if model is None or model.root not in bundled:
         return ()
-    about = "this is a tiny demo model, trained on sums, JSON records and little stories; try"
+    about = "this is a tiny demo model, trained on sums, JSON records and little stories"
     return (about, *DEMO_QUESTIONS)
 
 
@@ -565,9 +581,13 @@ def _servers(path: Path | None, allowed: str, target: Target) -> McpTools | None
 
 def _note(*lines: str) -> None:
     """Print lines of the program, on standard error."""
+    _dim(*(f"({line})" for line in lines))
+
+
+def _dim(*lines: str) -> None:
     begin, end = ("\x1b[2m", "\x1b[22m") if has_colours(sys.stderr) else ("", "")
     sys.stdout.flush()
-    sys.stderr.writelines(f"{begin}({line}){end}\n" for line in lines)
+    sys.stderr.writelines(f"{begin}{line}{end}\n" for line in lines)
     sys.stderr.flush()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -23,6 +24,11 @@ from .terminal import complain
 
 C = TypeVar("C")
 T = TypeVar("T")
+
+STARTING_S = 3.0
+"""From the start of `up` to its registration, on a loaded machine."""
+
+_LOOK_S = 0.1
 
 SERVE_PORT = 8000
 """Default port of `serve`; that of vLLM and other OpenAI-compatible servers."""
@@ -85,6 +91,28 @@ def found_target(running: Running, options: Options, *, or_serve: bool = False) 
     config = options.client_config()
     bus = {"url": running.bus or config.bus.url, "prefix": running.prefix}
     return replace(config, bus=replace(config.bus, **bus))
+
+
+async def target_begun(options: Options) -> Target:
+    """As `target_of`, for a command that may come right after `up &`: where nothing answers and
+    nothing is registered, it waits for a registration, for at most `STARTING_S`."""
+    target = target_of(options)
+    if isinstance(target, ServerAddress) or target.bus.url != DEFAULT_URL:
+        return target
+    if options.bus is not None or found():
+        return target
+    give_up_at = time.monotonic() + STARTING_S
+    async with aclosing(BusClient.connect(target.bus)) as client:
+        while time.monotonic() < give_up_at:
+            if begun := found():
+                complain(f"waiting: `{begun[0].command}` (process {begun[0].pid}) is starting")
+                return target_of(options)
+            try:
+                await client.bus.ping()
+                break
+            except BusError:  # also for its password, which is known once it is registered
+                await anyio.sleep(_LOOK_S)
+    return target
 
 
 def running_server(options: Options) -> ServerAddress | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 import time
@@ -289,7 +290,8 @@ def logs(
 
         nano-inference logs tiny -n 20 --no-follow
 
-    Of one that was started on a terminal, or with its standard error in a file. Ctrl-C ends it.
+    Of one that was started on a terminal, or with its standard error in a file. Ctrl-C ends it, and
+    so does the end of its reader, such as `head`.
     """
     running, *others = _chosen(name)
     if others:
@@ -324,10 +326,19 @@ def _followed(running: Running, log: Path, lines: int, *, follow: bool) -> Itera
                 file.seek(0)  # it was cut
             if new := file.read():
                 yield _text([new])
-            elif not alive:
+            elif not alive or _left_within(_LOOK_S):
                 return
-            else:
-                time.sleep(_LOOK_S)
+
+
+def _left_within(seconds: float) -> bool:
+    """Return whether the reader of standard output has left, after a wait of so long if not."""
+    try:
+        watched = select.poll()
+        watched.register(sys.stdout.fileno(), 0)  # what is always reported: errors and ends
+    except (OSError, ValueError):  # no file, as in a program that keeps the output
+        time.sleep(seconds)
+        return False
+    return bool(watched.poll(1000 * seconds))
 
 
 def _text(parts: Iterable[bytes]) -> str:

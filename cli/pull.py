@@ -93,17 +93,27 @@ def with_pulled(options: Options) -> Options:
     names without a folder, which `Options.config` refuses.
 
     Raises:
-        ModelError: It can't be fetched.
+        ConfigError: The name is empty.
+        ModelError: It can't be fetched, or is not to be.
     """
     name = options.model
+    if name == "":
+        raise ConfigError(
+            "--model is empty (did the command before it fail?); give a folder or a name"
+        )
     if not name or EngineConfig(model_path=name).model_folder.exists():
         return options
     folder = (MODELS / name.partition("@")[0].replace("/", "--")).expanduser()
     if not folder.is_dir():
         question = f"{name} is not on this machine. Pull it from the hub?"
         on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
-        if not (_HUB.fullmatch(name) and on_terminal and typer.confirm(question, True, err=True)):
+        if not _HUB.fullmatch(name):
             return options
+        if not (on_terminal and typer.confirm(question, True, err=True)):
+            raise ModelError(
+                f"--model {name}: it is not on this machine; fetch it with `nano-inference pull "
+                f"{name}`, then this name suffices"
+            )
         pull(name)
     named = () if replace(options, model=None).config().engine.model_id else (name,)
     ids = [f"engine.model_id={json.dumps(each)}" for each in named]
@@ -408,6 +418,14 @@ def _get_from_hub(source: Source, folder: Path) -> None:
         )
     except (*failures, httpx2.HTTPError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, httpx2.TransportError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise ModelError(
+                f"{source.place} can't be fetched from {constants.ENDPOINT}: no network? "
+                f"{cause!s:.300}; check the connection, or set HF_ENDPOINT for another hub"
+            ) from None
         raise ModelError(
             f"{source.place} can't be fetched from {constants.ENDPOINT}: {first_line:.300}; "
             "set HF_ENDPOINT for another hub, or HF_TOKEN for a key"

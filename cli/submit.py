@@ -16,9 +16,9 @@ import typer
 
 from ..bus.codec import encode_output
 from ..bus.public import AfterTurn, Completion, CompletionChunk
-from ..config import ConfigError, NanoInferenceError
+from ..config import ConfigError, NanoInferenceError, redact
 from .clients import submitter_at
-from .connection import ServerAddress, Target, target_of
+from .connection import ServerAddress, Target, target_begun
 from .images import read_image
 from .options import Options, argument, option, takes, takes_status_options
 from .requests import (
@@ -31,6 +31,7 @@ from .requests import (
     read_stdin,
     template,
 )
+from .running import found
 from .terminal import complain, harmless, stderr
 from .trace import Waterfall
 
@@ -114,12 +115,12 @@ def submit(
     template |= given({"n": n, "stream": streams, "model": options.served})
     template |= _session(session, session_ttl_s, session_after) | _fork(fork, at, sample)
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
-    target = target_of(options)
     most = options.config().bus.max_request_bytes
     images = [read_image(path) for path in image or ()]
     if images and (file is not None or texts == ["-"]):
         raise ConfigError("--image takes a text; requests in a file have images of their own")
     source = _source_of(texts, file, template, most, chat=chat, images=images)
+    target = asyncio.run(target_begun(options))
     asyncio.run((_publish if no_wait else _answer)(target, source, printer))
     if printer.failed:
         raise typer.Exit(1)
@@ -198,6 +199,10 @@ async def _answer(target: Target, source: AsyncIterator[Submission], printer: _P
         if not isinstance(target, ServerAddress):
             prefix = target.bus.prefix
             likely = f" is `nano-inference up` running, and is {prefix!r} its bus.prefix?"
+            for each in found():
+                if (each.bus, each.prefix) == (redact(target.bus.url), prefix):
+                    age_s = time.time() - each.started_at
+                    likely = f" `{each.command}` (process {each.pid}) started {age_s:.0f} s ago;"
         complain(f"waiting: no answer for {PATIENCE_S:.0f} s;{likely} see `nano-inference status`")
 
     async def answer(submission: Submission) -> None:

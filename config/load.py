@@ -235,15 +235,16 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
     tree.setdefault(section, {})[name] = value
 
 
-def nearest(name: str, known: Iterable[str], *, listed: bool = True) -> str:
+def nearest(name: str, known: Iterable[str], *, listed: bool = True, cutoff: float = _NEAR) -> str:
     """Return the end of a sentence about an unknown name: the nearest known name, or, if `listed`
     and few, all of them.
 
-    Empty if none are known. Only short names are compared, since that takes quadratic time.
+    Empty if none are known. Only short names are compared, since that takes quadratic time. From
+    `cutoff`, of at most 1, a name is near.
     """
     names = list(known)
     short = len(name) <= MOST_SHOWN
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR) if short else []
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=cutoff) if short else []
     if matches:
         return f"; did you mean {matches[0]!r}?"
     return f"; known: {', '.join(names)}" if listed and 0 < len(names) <= _MOST_LISTED else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from io import BytesIO
@@ -60,6 +60,16 @@ MAY_RETURN = "may_return"
 
 NAMED_MODEL = "named_model"
 """The model's name in a call's address."""
+
+_NEAR = 0.85
+
+_NOT_OFFERED = frozenset(
+    (
+        *("assistants", "audio", "containers", "evals", "fine_tuning", "images", "moderations"),
+        *("organization", "realtime", "skills", "threads", "vector_stores", "videos"),
+    )
+)
+"""First names of OpenAI's paths that no interface here has."""
 
 _CALL = "call"
 
@@ -189,7 +199,7 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
                 message = f"{shown(path)} is not for {request.method}; call it by {methods}"
             elif error.detail == "Not Found":  # by no endpoint, which would say why
                 paths = {getattr(route, "path", "") for route in request.app.routes}
-                message = f"there is nothing at {shown(path)}{nearest(path, paths, listed=False)}"
+                message = f"there is nothing at {shown(path)}{_elsewhere(path, paths)}"
             response = respond(call, RequestError(message, code=code or "http_error"))
             response.status_code = error.status_code
             response.headers.update(error.headers or {})
@@ -204,6 +214,17 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
         return respond(call, error)
 
     return answer
+
+
+def _elsewhere(path: str, paths: Collection[str]) -> str:
+    """Return the end of a sentence about a path without an endpoint: one that may be meant."""
+    if path.rstrip("/") == "/v1":
+        return ", the root of OpenAI's interface; GET /v1/models lists the models"
+    if path.removeprefix("/v1/").partition("/")[0] in _NOT_OFFERED:
+        return ": it is OpenAI's and not offered here; docs/openai.md lists what is"
+    if (whole := f"/v1{path}") in paths:
+        return f"; did you mean {whole!r}?"
+    return nearest(path, paths, listed=False, cutoff=_NEAR)
 
 
 def call_of(scope: Scope, receive: Receive | None = None) -> Call:

@@ -99,10 +99,12 @@ class RefusedField(NamedTuple):
     Attributes:
         why: For the error, and for the interface's document.
         nothing: Values, beside null, that are accepted: they mean the default.
+        remedy: What to do about it.
     """
 
     why: str
     nothing: tuple[Any, ...] = EMPTY
+    remedy: str = "leave it out, or give null"
 
 
 class _Known(NamedTuple):
@@ -173,8 +175,10 @@ def check_fields(given: Any, kind: type, where: str) -> None:
         elif name in known.refused:
             refused = known.refused[name]
             if value is not None and value not in refused.nothing:
-                refusal = refusal or _unsupported(param, f"is not supported here: {refused.why}")
-        elif value and name not in known.inner:
+                why = f"is not supported here: {refused.why}"
+                refusal = refusal or _unsupported(param, why, refused.remedy)
+        # An empty object may be a request, as in web_search_options; other empty values are none.
+        elif (value or (value == {} and name in known.neutral)) and name not in known.inner:
             if not (name in known.neutral or known.open or _takes_unknown()):
                 refusal = refusal or _unsupported(
                     param,
@@ -194,7 +198,7 @@ def _takes_unknown() -> bool:
     return found is not None and found.unknown
 
 
-def _unsupported(param: str, why: str, remedy: str = "leave it out, or give null") -> FieldError:
+def _unsupported(param: str, why: str, remedy: str) -> FieldError:
     message = f"{param} {why}; {remedy}"
     return FieldError(message, param=param, code="unsupported")
 

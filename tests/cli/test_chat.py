@@ -236,6 +236,8 @@ def test_the_last_question_is_answered_again(run: Run, recorded: Recorded) -> No
     assert (ran.status, "there is no question yet" in ran.stderr) == (1, True)
     assert "at temperature 0 the answer is the same" not in ran.stderr
     assert "the answer is the same" in run("chat", stdin="one\n/regenerate\n").stderr
+    changed = run("chat", stdin="one\n/system S\n/regenerate\n")
+    assert "the answer is the same" not in changed.stderr
 
 
 def test_another_model_goes_on(run: Run, recorded: Recorded) -> None:
@@ -247,16 +249,20 @@ def test_another_model_goes_on(run: Run, recorded: Recorded) -> None:
 
 
 def test_a_saved_conversation_goes_on(run: Run, recorded: Recorded, tmp_path: Path) -> None:
-    path, picture = tmp_path / "said.json", tmp_path / "picture.png"
+    path, picture = tmp_path / "new" / "said.json", tmp_path / "picture.png"
     picture.write_bytes(b"\x89PNG of a cat")
-    run("chat", "--system", "S", stdin=f"/image {picture}\none\n/save {path}\n/save {path}\n")
+    questions = f"/image {picture}\none\n/save {path}\n/save {path}\n"
+    said = run("chat", "--system", "S", stdin=questions)
     assert path.stat().st_mode & 0o777 == 0o600
     saved = msgspec.json.decode(path.read_bytes())
     assert (saved["model"], len(saved["messages"])) == ("served", 3)
+    assert f"3 messages are in {path}" in said.stderr
     assert saved["messages"][1]["content"][0]["image_url"]["url"].startswith("data:image/png;")
-    ran = run("chat", stdin=f"/load {path}\ntwo\n/load {picture}\n/load\n")
-    assert "has no conversation" in ran.stderr
+    ran = run("chat", stdin=f"/load {path}\ntwo\n/load {picture}\n/load\n/image\n")
+    assert "3 messages are loaded" in ran.stderr
+    assert f"{picture} is no JSON conversation" in ran.stderr
     assert "/load takes a file" in ran.stderr
+    assert "/image takes a file" in ran.stderr
     _, asked = recorded.requests
     assert [each["role"] for each in asked["messages"]] == ["system", "user", "assistant", "user"]
     assert asked["messages"][1]["content"][0] == {"type": "image", "data": picture.read_bytes()}
@@ -432,7 +438,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     terminal = Terminal([*program, "chat", *place])
     try:
         terminal.expect("(this is a tiny demo model, ")
-        terminal.expect("(What is 3 + 4?)")
+        terminal.expect("  Try: What is 3 + 4?")
         terminal.expect("> ")
         terminal.type("hello\n")
         terminal.expect("\nHello! I am a tiny demo model.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,8 +83,20 @@ def test_logs_are_those_of_what_runs(
         assert run("logs", "-n", "2", "--no-follow").stdout == "two\nthree\n"
         monkeypatch.setattr(local, "is_alive", lambda each: False)  # it has just ended
         assert run("logs").stdout == "one\ntwo\nthree\n"
+        monkeypatch.setattr(local, "is_alive", lambda each: True)
+        monkeypatch.setattr(local, "_left_within", lambda seconds: True)
+        assert run("logs", "-n", "1").stdout == "three\n"
         with registered(replace(running, log=None, started_at=running.started_at + 1)):
             assert_refused_last(run("logs"), "goes to a pipe")
+
+
+def test_a_reader_that_has_left_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert not local._left_within(0)
+        os.close(reading)
+        assert local._left_within(0)
 
 
 def assert_refused_last(ran: object, words: str) -> None:

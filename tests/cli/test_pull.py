@@ -360,6 +360,13 @@ def test_bad_sources_are_refused(run: Run, to: Path, arguments: list[str], words
     assert not to.exists()
 
 
+def test_serve_takes_the_name_of_a_model_that_is_here(run: Run) -> None:
+    assert_refused(run("serve", "org/name"), "pull org/name`, then this name suffices")
+    assert_refused(
+        run("serve", "--model", ""), "--model is empty (did the command before it fail?)"
+    )
+
+
 def test_each_hop_is_encrypted_where_the_first_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from nano_inference.cli.connection import ServerAddress, Target, target_of
+from nano_inference.cli import connection
+from nano_inference.cli.connection import ServerAddress, Target, target_begun, target_of
 from nano_inference.cli.options import Options
 from nano_inference.cli.running import Running, found, record, registered
 from nano_inference.config import Config, ConfigError, load_config
@@ -92,3 +93,21 @@ def test_an_address_that_is_given_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert given.bus.url == BUS
     monkeypatch.setenv("NANO_INFERENCE_BUS__URL", BUS)
     assert isinstance(target(serve), Config)
+
+
+async def test_a_request_right_after_the_start_of_up_goes_to_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], closed_port: int
+) -> None:
+    for module in ("options", "connection"):
+        url = f"redis://127.0.0.1:{closed_port}"
+        monkeypatch.setattr(f"nano_inference.cli.{module}.DEFAULT_URL", url)
+    with ExitStack() as stack:
+
+        async def begin(seconds: float) -> None:
+            stack.enter_context(registered(Running(command="up", bus=BUS, prefix="p")))
+
+        monkeypatch.setattr(connection.anyio, "sleep", begin)
+        found_target = await target_begun(Options())
+    assert isinstance(found_target, Config)
+    assert found_target.bus.url == BUS
+    assert "`up` (process" in capsys.readouterr().err

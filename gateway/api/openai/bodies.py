@@ -195,6 +195,10 @@ class CompletionBody(TextBody, frozen=True, kw_only=True):
 
     REFUSED: ClassVar = _REFUSED_BY_BOTH | {
         "best_of": RefusedField("all samples are returned; ask for `n`", (1,)),
+        "messages": RefusedField(
+            "a completion has a `prompt`, and `messages` is of /v1/chat/completions",
+            remedy="call that, or give a prompt",
+        ),
         "suffix": RefusedField("nothing is filled in"),
     }
 
@@ -249,6 +253,10 @@ class ChatBody(TextBody, frozen=True, kw_only=True):
         "functions": RefusedField(f"{_OLD_FORM} `tools`"),
         "modalities": RefusedField("text alone is made", (*EMPTY, ["text"])),
         "moderation": MODERATION,
+        "prompt": RefusedField(
+            "a chat has `messages`, and `prompt` is of /v1/completions",
+            remedy="give messages, or call that",
+        ),
         "stream_reasoning": RefusedField("it comes as it is made", (True,)),
         "truncation_side": RefusedField(
             "the end of a chat's prompt begins its answer", (*EMPTY, "left")

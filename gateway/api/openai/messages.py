@@ -470,6 +470,12 @@ def _tool(given: dict[str, Any], where: str, form: MessageFormat | None) -> tupl
         inner = f"{where}.format.grammar"
         return where, custom_tool(custom.name, custom.description or "", wanted, inner, form)
     shape = _form_of(given)
+    if kind is None:
+        raise field_error(
+            f"{where}.type",
+            "is missing",
+            remedy='write {"type": "function", "function": {"name": …, "parameters": …}}',
+        )
     if kind != "function":
         raise field_error(
             f"{where}{shape.kind}",

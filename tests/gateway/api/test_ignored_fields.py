@@ -37,6 +37,11 @@ async def test_a_response_names_the_ignored_fields(http: Client, stream: bool) -
     assert HEADER not in plain.headers
 
 
+async def test_an_empty_object_may_be_a_request_and_is_named(http: Client) -> None:
+    answer = await http.post(CHAT, json={"messages": [HELLO], "web_search_options": {}, "user": ""})
+    assert answer.headers[HEADER] == "web_search_options"
+
+
 async def test_an_error_names_the_ignored_fields(http: Client) -> None:
     http.engine.outputs = refused("invalid_top_p")
     answer = await http.post(CHAT, json=BODY)

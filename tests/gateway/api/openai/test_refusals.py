@@ -338,3 +338,29 @@ async def test_engine_errors_name_the_field_as_sent(
     http.engine.outputs = refused(code)
     answer = await http.post(path, json=body | {"stream": stream})
     assert refusal(answer) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (CHAT, {"prompt": "a"}, "prompt is of /v1/completions; give messages, or call that"),
+        (COMPLETIONS, {"messages": HELLO}, "messages is of /v1/chat/completions; call that"),
+        (CHAT, {"messages": HELLO, "tools": [{"name": "x"}]}, "tools[0].type is missing; write {"),
+        ("/v1", {}, "GET /v1/models lists"),
+        ("/v1/moderations", {"input": "a"}, "not offered here; docs/openai.md lists what is"),
+        ("/v1/images/generations", {"prompt": "a"}, "not offered here"),
+        ("/chat/completions", {}, "did you mean '/v1/chat/completions'?"),
+        ("/v1/chat/completion", {}, "did you mean '/v1/chat/completions'?"),
+    ],
+)
+async def test_a_call_in_another_form_or_place_names_the_right_one(
+    http: Client, path: str, body: dict[str, Any], said: str
+) -> None:
+    answer = await http.post(path, json=body)
+    assert answer.status_code in (400, 404)
+    assert said in answer.json()["error"]["message"].replace("`", "")
+
+
+async def test_no_far_path_is_suggested(http: Client) -> None:
+    answer = await http.post("/v1/something/else", json={})
+    assert answer.json()["error"]["message"] == "there is nothing at '/v1/something/else'"

@@ -78,6 +78,7 @@ class WeightSyncManager:
         self._write_everywhere = write
         self.read_everywhere = read
         self._pending: tuple[Mapping[str, NewWeight], int] | None = None
+        self._writes: dict[str, int] = {}  # torch's count of writes to each staged tensor
 
     @property
     def pending_version(self) -> int:
@@ -205,6 +206,7 @@ class WeightSyncManager:
         self.check(new_weights, partial=partial)
         self.check_complete(new_weights)
         self._pending = self._converted(self._apart(new_weights)), version
+        self._writes = _writes_to(self._pending[0])
         return version
 
     def check_version(self, version: int | None) -> int:
@@ -387,12 +389,15 @@ class WeightSyncManager:
         return {**new_weights, **shared} if shared else new_weights
 
     def _check_writable(self, new_weights: Mapping[str, NewWeight]) -> None:
-        """Raises WeightsError if their owner has made them unwritable."""
+        """Raises WeightsError if their owner has written to them, or made them unwritable."""
         own = self._whole.state_dict()
         try:
             check_stored(new_weights)
             for name, tensor in new_weights.items():
                 check_fits(name, tensor, own[name])
+            for name, number in _writes_to(new_weights).items():
+                if number != self._writes[name]:
+                    raise WeightsError(f"{shown(name)} was written to")
         except WeightsError as error:
             raise WeightsError(
                 f"the new weights were changed before they were in place: {error.message}; leave "
@@ -424,6 +429,16 @@ def _whole_ones(new_weights: Mapping[str, NewWeight]) -> dict[str, Tensor]:
     """Return those that this process has as a whole; values of other types too."""
     return {
         name: tensor for name, tensor in new_weights.items() if not isinstance(tensor, NewShard)
+    }
+
+
+def _writes_to(new_weights: Mapping[str, NewWeight]) -> dict[str, int]:
+    """Return how often each tensor or its storage was written to; torch does not count this for
+    tensors of its inference mode, nor writes through `data`."""
+    return {
+        name: tensor._version
+        for name, tensor in _whole_ones(new_weights).items()
+        if not tensor.is_inference()
     }
 
 

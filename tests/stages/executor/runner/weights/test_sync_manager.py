@@ -148,6 +148,7 @@ def test_tensors_without_storage_change_nothing(module: nn.Module, message: str)
 SPOIL: list[Callable[[Tensor], object]] = [
     lambda tensor: tensor.untyped_storage().resize_(0),
     lambda tensor: tensor.resize_(1),  # would be broadcast
+    lambda tensor: tensor.fill_(torch.nan),
 ]
 
 

@@ -28,13 +28,16 @@ from ..bus.public import (
     SessionAction,
 )
 from ..config import (
+    AdmissionConfig,
     BusConfig,
     Config,
     ConfigError,
     EngineConfig,
     ModelError,
     PoolingKind,
+    RequestError,
     SamplingParams,
+    shown,
 )
 from ..config.clock import now_ns
 from ..config.forks import is_forked
@@ -44,7 +47,7 @@ from ..stages.executor.core import ExecutorCore
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
-from .engine_calls import one_at_a_time
+from .engine_calls import one_at_a_time, says_other_names
 from .engine_forks import EngineForks
 from .engine_images import EngineImages, find_image_processor
 from .engine_parts import ModelParts
@@ -72,6 +75,9 @@ if TYPE_CHECKING:
     from .engine_reference import EngineReference
     from .replay import Replay
 
+_MOST_SAMPLES = 1 << 20
+"""Most samples of one prompt; as many as run at once share its KV, and the others wait."""
+
 
 @one_at_a_time
 class InferenceEngine(EngineForks, EngineWeights, ModelParts):
@@ -87,6 +93,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
     answers. In a fork of the process every call raises ModelError, `forked`.
     """
 
+    @says_other_names
     def __init__(
         self,
         config: EngineConfig | str | PathLike[str] | None = None,
@@ -125,8 +132,12 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             self._reference.share_updates(self._core)
         self.config = replace(self.config, max_batch_size=self._core.max_batch_size)
         capacity = self._executor.capacity()
-        # Results stay in this process, so the bus's limit does not apply.
-        settings = Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62))
+        # Results stay in this process, so limits on what one client may have don't apply.
+        settings = Config(
+            engine=own,
+            admission=AdmissionConfig(max_samples=_MOST_SAMPLES),
+            bus=BusConfig(max_result_bytes=1 << 62),
+        )
         self._admission = AdmissionCore(
             settings,
             tokenizer,
@@ -304,6 +315,11 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             finished = self._run_all([request])
             return completion_of(*(sample for sample, _ in finished))
 
+        if not isinstance(recorded, Completion | TrainingSample):
+            raise ArgumentError(
+                f"replay takes a TrainingSample or a Completion, not {shown(recorded)}",
+                remedy="pass one that an engine returned",
+            )
         if not isinstance(recorded, Completion):
             recorded = completion_of(recorded)
         return replay_here(complete, recorded, at)
@@ -450,7 +466,14 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             self._admission.check(entry, now, now)
             images = self._images.load(self._admission, request)
             tokens = self._admission.tokenize(request, images)
-        accepted = self._admission.admit(entry, now, now, tokens=tokens)
+        try:
+            accepted = self._admission.admit(entry, now, now, tokens=tokens)
+        except RequestError as error:
+            if error.code != "unknown_model":
+                raise
+            raise ArgumentError(
+                f"no adapter {shown(request.model)} is loaded; call load_adapter", code=error.code
+            ) from None
         self._images.add(name, tokens)
         self._requests.add(name, Unfinished(accepted, request.sampling, id, chat))
         deliveries = self._streaming.open(self._admission.look_up(accepted), now)

@@ -21,6 +21,8 @@ from .checks import (
     is_finite,
     limits_of,
     not_finite,
+    number_of,
+    remedy_for,
 )
 
 if TYPE_CHECKING:
@@ -247,7 +249,7 @@ class WeightSyncManager:
         if self.empty and (missing := self.shards.missing(new_weights)):
             why = "an update failed midway" if self.lost else "their memory was released"
             raise WeightsError(
-                f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
+                f"{number_of(len(missing))} missing, such as {missing[0]!r}, and none are in "
                 f"place, since {why}; send all in one update",
                 code="weights_incomplete",
             )
@@ -324,12 +326,16 @@ class WeightSyncManager:
         missing = self.shards.missing(new_weights)
         for kind, names in (
             ("does not have", unknown),
-            ("needs, which are missing", [] if partial and len(missing) < len(own) else missing),
+            (
+                f"needs, which {'is' if len(missing) == 1 else 'are'} missing",
+                [] if partial and len(missing) < len(own) else missing,
+            ),
         ):
             if names:
                 raise WeightsError(
-                    f"the new weights don't fit: {len(names)} tensors that the model {kind}, such "
-                    f"as {shown(names[0])}; pass the state_dict of the same architecture"
+                    f"the new weights don't fit: {number_of(len(names))} that the model "
+                    f"{kind}, such as {shown(names[0])}",
+                    remedy=remedy_for(new_weights, own),
                 )
         layout = self.shards.layout
         received = (each for each in new_weights.values() if isinstance(each, NewShard))

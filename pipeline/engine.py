@@ -258,17 +258,18 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         *,
         by_reference: bool = False,
         show_progress: bool = False,
+        adapter: str = "",
     ) -> list[tuple[float, ...]]:
         """Return the logprobs of given completions under the current weights.
 
         Args:
             prompts: Token ids.
             completions: Token ids, at least one for each prompt.
-            sampling_params: One for all, or one for each. The temperature is the policy's, as in
-                docs/sampling.md; penalties and logit_bias are ignored.
+            sampling_params: One for all, or one for each: those of the samples, since the logprobs
+                are at their temperature (1 when None); penalties and logit_bias are ignored.
             by_reference: By the reference model instead, such as the weights before they became
                 codes.
-            show_progress: As in `generate`.
+            show_progress, adapter: As in `generate`; the reference model has no adapters.
 
         Returns:
             `[completion]`, float32, for each completion.
@@ -280,6 +281,10 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         """
         prompts, completions = token_ids_to_score(prompts, completions)
         if by_reference:
+            if adapter:
+                raise ArgumentError(
+                    "the reference model has no adapters; leave adapter or by_reference out"
+                )
             if self._reference is None:
                 raise ArgumentError("there is no reference model; set engine.reference_model_path")
             return self._reference.score(
@@ -288,7 +293,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         only_score = params_to_score(sampling_params, prompts)
         pairs = zip(prompts, completions, strict=True)
         whole = [[*prompt, *completion] for prompt, completion in pairs]
-        scored = self._scored(whole, only_score, show_progress)
+        scored = self._scored(whole, only_score, show_progress, adapter)
         return [
             cast(tuple[float, ...], (sample.prompt_logprobs or ())[-len(completion) :])
             for sample, completion in zip(scored, completions, strict=True)
@@ -483,9 +488,9 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         return []
 
     def _scored(
-        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool
+        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool, adapter: str = ""
     ) -> list[TrainingSample]:
-        requests = make_requests(prompts, params, 1, "", None, None)
+        requests = make_requests(prompts, params, 1, adapter, None, None)
         return [each for each, _ in self._run_all(requests, "Scoring" if show_progress else "")]
 
     def _run_all(

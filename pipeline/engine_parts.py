@@ -40,7 +40,7 @@ class ModelParts(ABC):
 
     @abstractmethod
     def _scored(
-        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool
+        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool, adapter: str = ""
     ) -> list[TrainingSample]:
         """Run requests for logprobs of prompts, each with its own parameters."""
 

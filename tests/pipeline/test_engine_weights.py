@@ -114,7 +114,7 @@ def test_a_broadcast_during_a_pending_update_is_skipped(engine: InferenceEngine)
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
         engine.join_weights_group("weights", group.address, 2, timeout_s=LIMIT_S)
         engine.update_weights(spelling(engine, 1))
-        with raises("weights_busy", kind=WeightsError):
+        with raises("weights_busy", r"call step\(\), or pass blocking=True", kind=WeightsError):
             engine.update_weights(group.broadcast(spelling(engine, 2)).source)
         assert spells(engine) == (1, oracle.token_of(1))
         with pytest.raises(WeightsError, match="join it first"):

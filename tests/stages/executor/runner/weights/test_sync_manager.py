@@ -74,6 +74,11 @@ NORM = "model.norm.weight"  # the last tensor of a model, so that the others wou
             r"'model.norm.weight' is \(3,\), and the model's is \(48,\)",
         ),
         (lambda state: state.update({NORM: [1.0]}), r"'model.norm.weight' is list"),
+        (lambda state: state.update({NORM: state[NORM].numpy()}), "is a numpy array; pass a torch"),
+        (
+            lambda state: state.update({f"module.{NORM}": state.pop(NORM)}),
+            "1 tensor that the model does not have, .*; remove the prefix 'module.' of the names",
+        ),
         (
             lambda state: state.update({"lm_head.weight": state["lm_head.weight"] + 1}),
             "are one tensor",

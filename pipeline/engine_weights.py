@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..bus.control import MEMORY_TAGS, JoinWeightsGroup, MemoryTag, UpdateWeights, WeightsReady
-from ..bus.weights import GroupWeights, InFlight, WeightsSource, source_of
+from ..bus.weights import GroupWeights, InFlight, LocalWeights, WeightsSource, source_of
 from ..config import WeightsError
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
@@ -87,6 +87,7 @@ class EngineWeights(ABC):
             fetched = changes.fetch(update)
         try:
             version = changes.put(fetched, version, partial=partial, blocking=blocking)
+            weights.borrowed = not blocking and isinstance(source, LocalWeights)
         finally:
             self._report_memory()
         self._batching.receive(WeightsReady(version, in_flight), now_ns())

@@ -90,6 +90,16 @@ def test_a_state_dict_is_held_against_the_models_dtype(blocking: bool) -> None:
         assert spells(engine) == (1, oracle.token_of(1))
 
 
+def test_nan_that_torch_does_not_see_written_is_not_put_in_place(engine: InferenceEngine) -> None:
+    """As by an optimizer that writes to `data`."""
+    new = {name: tensor.clone() for name, tensor in spelling(engine, 5).items()}
+    engine.update_weights(new)
+    new["model.norm.weight"].data[0] = torch.nan
+    with pytest.raises(WeightsError, match=r"changed before they were .* have NaN or infinity"):
+        engine.step()
+    assert engine.get_weight_version() == 0
+
+
 def test_freed_pending_weights_are_dropped(engine: InferenceEngine) -> None:
     """The step that was to put them in place tells, and the next ones run with those before."""
     engine.update_weights(spelling(engine, 4), blocking=True)

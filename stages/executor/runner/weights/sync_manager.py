@@ -43,6 +43,8 @@ class WeightSyncManager:
         lost: Error of a write halfway, if no complete update has succeeded since; else "".
         refused: Why the last staged weights could not be put in place, with the weights before
             intact; None once it was taken.
+        borrowed: The staged weights are tensors of a caller who can write to them, so their numbers
+            are checked again before they are put in place; the step after turns it off.
         limits: The limits of one source of new weights.
         shards: The weights in place.
         read_everywhere: Returns a whole tensor of several ranks; None for one rank.
@@ -79,6 +81,7 @@ class WeightSyncManager:
         self._module = module
         self._write_everywhere = write
         self.read_everywhere = read
+        self.borrowed = False
         self._pending: tuple[Mapping[str, NewWeight], int] | None = None
         self._writes: dict[str, int] = {}  # torch's count of writes to each staged tensor
 
@@ -265,7 +268,10 @@ class WeightSyncManager:
         if self._pending is None:
             return False
         (new_weights, version), self._pending = self._pending, None
-        self._check_writable(new_weights)
+        try:
+            self._check_writable(new_weights)
+        finally:
+            self.borrowed = False
         try:
             self._write(new_weights)
         except BaseException as error:
@@ -404,6 +410,8 @@ class WeightSyncManager:
             for name, number in _writes_to(new_weights).items():
                 if number != self._writes[name]:
                     raise WeightsError(f"{shown(name)} was written to")
+            if self.borrowed:
+                self._check_numbers(new_weights)
         except WeightsError as error:
             raise WeightsError(
                 f"the new weights were changed before they were in place: {error.message}; leave "

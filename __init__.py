@@ -108,6 +108,9 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("LLM", "AsyncLLM", "AsyncLLMEngine", "LLMEngine", "Engine"):
+        own = "AsyncEngine" if name.startswith("Async") else "InferenceEngine"
+        raise AttributeError(f"module {__name__!r} has no {name}; use {own} (docs/python.md)")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .config.imports import without_collection

@@ -44,7 +44,26 @@ Seconds = Annotated[float, Range("above 0, at most 86400 (a day)", TINY, 86_400)
 Port = Annotated[int, Range("a port, or 0", 0, 65_535)]
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SettingsMeta(msgspec.StructMeta):
+    """Names what a caller means by an argument of another engine, or with a slip in it."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError as error:
+            from .other_names import unknown_argument
+
+            other = unknown_argument(cls.__name__, fields, cls.__struct_fields__)
+            raise other or error from None
+
+    @property
+    def __signature__(cls) -> Any:
+        from .other_names import plain_signature
+
+        return plain_signature(cls, super().__signature__)
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metaclass=SettingsMeta):
     """Base of all settings: immutable, and strict about fields and types.
 
     Values of the settings in `SECRETS` are never shown.

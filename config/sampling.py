@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from .base import FrozenDict, Range, Settings
+from .base import FrozenDict, Range, Settings, SettingsMeta
 from .errors import ParameterError
 from .quoting import shown
 
@@ -67,16 +67,16 @@ _ANY_PENALTY = Range("from -2 to 2; 0 is off", -2, 2)
 _NO_BIAS: FrozenDict[int, float] = FrozenDict()
 
 
-class _CheckedWhenCalled(msgspec.StructMeta):
+class _CheckedWhenCalled(SettingsMeta):
     """Checks the parameters that Python callers make. Decoding and `msgspec.structs.replace` don't
     call the class, so admission checks them again."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         params = super().__call__(*args, **fields)
         for name in compress(_FIELDS, map(is_not, _all_of(params), _ALL_DEFAULTS)):
-            from .sampling_checks import check_type
+            from .sampling_checks import take
 
-            check_type(name, getattr(params, name), TYPES[name], RANGES.get(name))
+            take(params, name, TYPES[name], RANGES.get(name))
         check_ranges(params)
         return params
 
@@ -94,7 +94,7 @@ class SamplingParams(Settings, frozen=True, omit_defaults=True, metaclass=_Check
         max_tokens: Most tokens to generate; the model's length limit applies too.
         stop_token_ids: Generation ends when one of these is sampled. The model's own
             end-of-sequence ids are added unless `ignore_eos`.
-        top_k: Sample among the k likeliest tokens; 0 is off.
+        top_k: Sample among the k likeliest tokens; 0 is off, and so is -1.
         top_p: Sample among the fewest tokens whose probabilities reach this sum; 1 is off.
         min_p: Drop tokens below this share of the likeliest token's probability; 0 is off.
         seed: Makes the samples repeatable, in any batch.

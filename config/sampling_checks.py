@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,28 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIAS = 100
 MAX_BIASED_TOKENS = 1024
+
+
+def take(params: Any, name: str, kind: Any, allowed: Range | None) -> None:
+    """Check the type of a parameter of a Python caller, who may have it from numpy or torch.
+
+    Args:
+        params: The SamplingParams.
+        name: The parameter's name.
+        kind: Its type.
+        allowed: Its range.
+
+    Raises:
+        ParameterError: As `check_type`.
+    """
+    given = getattr(params, name)
+    plain = without_arrays(given)
+    if name == "top_k" and plain == -1:  # off, as in vLLM
+        plain = 0
+    if plain is not given:
+        msgspec.structs.force_setattr(params, name, plain)
+        params.__post_init__()  # which freezes lists
+    check_type(name, getattr(params, name), kind, allowed)
 
 
 def check_type(name: str, value: Any, kind: Any, allowed: Range | None) -> None:
@@ -36,6 +59,21 @@ def check_type(name: str, value: Any, kind: Any, allowed: Range | None) -> None:
                 f"{name} is {shown(value)}", limit, param=name, code=code
             ) from None
         raise ParameterError(told_of(error, name, value), param=name, code=code) from None
+
+
+def without_arrays(value: Any) -> Any:
+    """Return a value with Python's numbers in place of numpy's and torch's; itself without any."""
+    if hasattr(value, "item"):
+        return value.tolist()
+    if isinstance(value, list | tuple | set | frozenset):
+        plain = [without_arrays(each) for each in value]
+        if any(map(operator.is_not, plain, value)):
+            return type(value)(plain)
+    elif isinstance(value, dict):
+        of_all = {without_arrays(key): without_arrays(each) for key, each in value.items()}
+        if any(map(operator.is_not, (*of_all, *of_all.values()), (*value, *value.values()))):
+            return of_all
+    return value
 
 
 def endless() -> ParameterError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..bus.public import Completion, CompletionChunk, FinishReason, GenerateRequest
-from ..config import ChannelClosed, Config, EngineConfig, RequestError, SamplingParams
-from .engine_requests import prompt_fields, prompt_of
+from ..config import ChannelClosed, Config, EngineConfig, RequestError, SamplingParams, shown
+from .engine_calls import says_other_names
+from .engine_requests import ArgumentError, prompt_fields, prompt_of
 from .pipeline import Pipeline
-from .rollouts import Prompt
+from .rollouts import Prompt, RequestId
 
 if TYPE_CHECKING:
     from .chat_renderer import ChatPrompt
+
+
+_FIELDS = {*GenerateRequest.__struct_fields__}
+_FIELDS -= {"prompt", "prompt_token_ids", "sampling", "request_id"}
 
 
 class SampleOutput(msgspec.Struct, frozen=True):
@@ -54,6 +59,13 @@ class RequestOutput(msgspec.Struct, frozen=True):
     finished: bool = False
     completion: Completion | None = None
 
+    def __repr__(self) -> str:
+        outputs = ", ".join(
+            f"{each.text!r} <{len(each.token_ids)} tokens>" for each in self.outputs
+        )
+        state = "finished" if self.finished else "unfinished"
+        return f"RequestOutput({self.request_id!r}, [{outputs}], {state})"
+
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """`[prompt]`, once the request is finished."""
@@ -74,6 +86,7 @@ class AsyncEngine:
     `async with AsyncEngine("tiny") as engine`, and belongs to the event loop that started it.
     """
 
+    @says_other_names
     def __init__(self, config: Config | EngineConfig | str | PathLike[str] | None = None) -> None:
         """An engine that has not started.
 
@@ -129,7 +142,7 @@ class AsyncEngine:
         self,
         prompt: Prompt | ChatPrompt,
         sampling_params: SamplingParams | None = None,
-        request_id: str = "",
+        request_id: RequestId = "",
         **fields: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request so far, each time that there are more.
@@ -139,18 +152,23 @@ class AsyncEngine:
         Args:
             prompt: Text, token ids, or a conversation that a ChatRenderer has rendered.
             sampling_params: The defaults when None.
-            request_id: Its id, for `abort`, of no other unfinished request; generated when empty.
-            fields: More fields of GenerateRequest, such as `n`, `priority` and `tenant`.
+            request_id: Its id, for `abort`, of no other unfinished request, as text or an integer,
+                which becomes text; generated when empty.
+            fields: More fields of GenerateRequest: `n` for so many samples, `priority`, `tenant`.
 
         Raises:
             RequestError: The request is refused, or has failed; `code` and message give the reason.
             StageFailed: The pipeline has failed.
         """
+        if not fields.keys() <= _FIELDS:
+            from ..config.other_names import unknown_argument
+
+            raise unknown_argument("AsyncEngine.generate", fields, _FIELDS) or AssertionError
         params = sampling_params or SamplingParams()
         request = GenerateRequest(
-            **prompt_fields(prompt_of(prompt)),
+            **prompt_fields(_one_prompt(prompt)),
             sampling=params,
-            request_id=request_id or uuid.uuid4().hex,
+            request_id=uuid.uuid4().hex if request_id == "" else str(request_id),
             **fields,
         )
         pipeline, name = await self.start(), request.request_id
@@ -175,12 +193,13 @@ class AsyncEngine:
             self._running.discard(name)
             self._aborted.discard(name)
 
-    async def abort(self, request_id: str | Sequence[str]) -> None:
+    async def abort(self, request_id: RequestId | Sequence[RequestId]) -> None:
         """End requests early: their loops get the output so far, with the finish reason "abort".
 
         Unknown ids are ignored.
         """
-        for name in [request_id] if isinstance(request_id, str) else request_id:
+        for each in [request_id] if isinstance(request_id, RequestId) else request_id:
+            name = str(each)
             if self._pipeline is not None and name in self._running:
                 self._aborted.add(name)
                 await self._pipeline.client.cancel(name)
@@ -193,6 +212,21 @@ class AsyncEngine:
         # The end of a loop has stopped its pipeline.
         if pipeline is not None and self._loop is asyncio.get_running_loop():
             await pipeline.__aexit__()
+
+
+def _one_prompt(prompt: Any) -> str | tuple[int, ...]:
+    if isinstance(prompt, list | tuple) and any(isinstance(each, str) for each in prompt):
+        raise ArgumentError(
+            f"prompt is a list of {len(prompt)} texts; call generate for each, by asyncio.gather "
+            "or tasks, and they run as one batch",
+            code="invalid_prompt",
+        )
+    if isinstance(prompt, Mapping):
+        raise ArgumentError(
+            f"prompt is an object, {shown(prompt)}; pass its text or token ids",
+            code="invalid_prompt",
+        )
+    return prompt_of(prompt)
 
 
 def _with(before: SampleOutput, chunk: CompletionChunk) -> SampleOutput:

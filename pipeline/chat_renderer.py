@@ -212,6 +212,12 @@ def _call(call: chat.ToolCall) -> dict[str, Any]:
 
 def _turns(messages: Iterable[Message]) -> list[Turn]:
     """Raises FieldError: invalid_messages."""
+    if isinstance(messages, str | Mapping):
+        raise field_error(
+            "messages",
+            f'is {shown(messages)} and no list; pass [{{"role": "user", "content": …}}]',
+            code="invalid_messages",
+        )
     try:
         given = list(messages)
     except TypeError as error:

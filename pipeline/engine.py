@@ -28,13 +28,16 @@ from ..bus.public import (
     SessionAction,
 )
 from ..config import (
+    AdmissionConfig,
     BusConfig,
     Config,
     ConfigError,
     EngineConfig,
     ModelError,
     PoolingKind,
+    RequestError,
     SamplingParams,
+    shown,
 )
 from ..config.clock import now_ns
 from ..config.forks import is_forked
@@ -44,7 +47,7 @@ from ..stages.executor.core import ExecutorCore
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
-from .engine_calls import one_at_a_time
+from .engine_calls import one_at_a_time, says_other_names
 from .engine_forks import EngineForks
 from .engine_images import EngineImages, find_image_processor
 from .engine_parts import ModelParts
@@ -72,6 +75,9 @@ if TYPE_CHECKING:
     from .engine_reference import EngineReference
     from .replay import Replay
 
+_MOST_SAMPLES = 1 << 20
+"""Most samples of one prompt; as many as run at once share its KV, and the others wait."""
+
 
 @one_at_a_time
 class InferenceEngine(EngineForks, EngineWeights, ModelParts):
@@ -87,6 +93,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
     answers. In a fork of the process every call raises ModelError, `forked`.
     """
 
+    @says_other_names
     def __init__(
         self,
         config: EngineConfig | str | PathLike[str] | None = None,
@@ -125,8 +132,12 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             self._reference.share_updates(self._core)
         self.config = replace(self.config, max_batch_size=self._core.max_batch_size)
         capacity = self._executor.capacity()
-        # Results stay in this process, so the bus's limit does not apply.
-        settings = Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62))
+        # Results stay in this process, so limits on what one client may have don't apply.
+        settings = Config(
+            engine=own,
+            admission=AdmissionConfig(max_samples=_MOST_SAMPLES),
+            bus=BusConfig(max_result_bytes=1 << 62),
+        )
         self._admission = AdmissionCore(
             settings,
             tokenizer,
@@ -247,17 +258,18 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         *,
         by_reference: bool = False,
         show_progress: bool = False,
+        adapter: str = "",
     ) -> list[tuple[float, ...]]:
         """Return the logprobs of given completions under the current weights.
 
         Args:
             prompts: Token ids.
             completions: Token ids, at least one for each prompt.
-            sampling_params: One for all, or one for each. The temperature is the policy's, as in
-                docs/sampling.md; penalties and logit_bias are ignored.
+            sampling_params: One for all, or one for each: those of the samples, since the logprobs
+                are at their temperature (1 when None); penalties and logit_bias are ignored.
             by_reference: By the reference model instead, such as the weights before they became
                 codes.
-            show_progress: As in `generate`.
+            show_progress, adapter: As in `generate`; the reference model has no adapters.
 
         Returns:
             `[completion]`, float32, for each completion.
@@ -269,6 +281,10 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         """
         prompts, completions = token_ids_to_score(prompts, completions)
         if by_reference:
+            if adapter:
+                raise ArgumentError(
+                    "the reference model has no adapters; leave adapter or by_reference out"
+                )
             if self._reference is None:
                 raise ArgumentError("there is no reference model; set engine.reference_model_path")
             return self._reference.score(
@@ -277,7 +293,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         only_score = params_to_score(sampling_params, prompts)
         pairs = zip(prompts, completions, strict=True)
         whole = [[*prompt, *completion] for prompt, completion in pairs]
-        scored = self._scored(whole, only_score, show_progress)
+        scored = self._scored(whole, only_score, show_progress, adapter)
         return [
             cast(tuple[float, ...], (sample.prompt_logprobs or ())[-len(completion) :])
             for sample, completion in zip(scored, completions, strict=True)
@@ -304,6 +320,11 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             finished = self._run_all([request])
             return completion_of(*(sample for sample, _ in finished))
 
+        if not isinstance(recorded, Completion | TrainingSample):
+            raise ArgumentError(
+                f"replay takes a TrainingSample or a Completion, not {shown(recorded)}",
+                remedy="pass one that an engine returned",
+            )
         if not isinstance(recorded, Completion):
             recorded = completion_of(recorded)
         return replay_here(complete, recorded, at)
@@ -450,7 +471,14 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
             self._admission.check(entry, now, now)
             images = self._images.load(self._admission, request)
             tokens = self._admission.tokenize(request, images)
-        accepted = self._admission.admit(entry, now, now, tokens=tokens)
+        try:
+            accepted = self._admission.admit(entry, now, now, tokens=tokens)
+        except RequestError as error:
+            if error.code != "unknown_model":
+                raise
+            raise ArgumentError(
+                f"no adapter {shown(request.model)} is loaded; call load_adapter", code=error.code
+            ) from None
         self._images.add(name, tokens)
         self._requests.add(name, Unfinished(accepted, request.sampling, id, chat))
         deliveries = self._streaming.open(self._admission.look_up(accepted), now)
@@ -460,9 +488,9 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
         return []
 
     def _scored(
-        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool
+        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool, adapter: str = ""
     ) -> list[TrainingSample]:
-        requests = make_requests(prompts, params, 1, "", None, None)
+        requests = make_requests(prompts, params, 1, adapter, None, None)
         return [each for each, _ in self._run_all(requests, "Scoring" if show_progress else "")]
 
     def _run_all(

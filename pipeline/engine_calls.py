@@ -6,11 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..config.forks import check_not_forked
 
 _Class = TypeVar("_Class", bound=type)
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def one_at_a_time(owner: _Class) -> _Class:
@@ -25,7 +26,28 @@ def one_at_a_time(owner: _Class) -> _Class:
     return owner
 
 
+def says_other_names(method: _Call) -> _Call:
+    """Have a call with an argument that it does not have name its own (`config.other_names`)."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **more: Any) -> Any:
+        try:
+            return method(*args, **more)
+        except TypeError:
+            from ..config import EngineConfig
+            from ..config.other_names import unknown_argument
+
+            what = method.__qualname__.removesuffix(".__init__")
+            known = inspect.signature(method).parameters
+            if unknown := unknown_argument(what, more, known, EngineConfig.__struct_fields__):
+                raise unknown from None
+            raise
+
+    return cast(_Call, call)
+
+
 def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    @says_other_names
     @functools.wraps(method)
     def call(self: Any, *args: Any, **more: Any) -> Any:
         check_not_forked()

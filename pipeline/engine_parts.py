@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..bus.control import AdapterReady, LoadAdapter
 from ..bus.weights import InFlight, check_in_flight
-from ..config import AdapterError, SamplingParams
+from ..config import AdapterError, SamplingParams, shown
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
@@ -40,7 +40,7 @@ class ModelParts(ABC):
 
     @abstractmethod
     def _scored(
-        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool
+        self, prompts: Any, params: Sequence[SamplingParams], show_progress: bool, adapter: str = ""
     ) -> list[TrainingSample]:
         """Run requests for logprobs of prompts, each with its own parameters."""
 
@@ -104,6 +104,11 @@ class ModelParts(ABC):
         from ..stages.executor.parts.adapters import AdapterChanges
 
         check_in_flight(in_flight)
+        if config is not None and not isinstance(config, Mapping):
+            raise AdapterError(
+                f"config is {shown(config)}; it must be the content of adapter_config.json",
+                remedy="pass a dict, such as json.loads of the file",
+            )
         tensors = source if isinstance(source, Mapping) else None
         folder = "" if isinstance(source, Mapping) else fspath(source)
         changes = self._executor.part(AdapterChanges)

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..bus.control import MEMORY_TAGS, JoinWeightsGroup, MemoryTag, UpdateWeights, WeightsReady
-from ..bus.weights import GroupWeights, InFlight, WeightsSource, source_of
+from ..bus.weights import GroupWeights, InFlight, LocalWeights, WeightsSource, source_of
 from ..config import WeightsError
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
@@ -57,7 +57,7 @@ class EngineWeights(ABC):
             state_dict: All weights by parameter name, on any device and in any dtype. Or their
                 source (docs/weights.md), from which they are fetched before this returns.
             blocking: Put in place before this returns; otherwise before the next step, and the
-                tensors must not change until then.
+                tensors must not change until then: that step would drop the update, and raise.
             in_flight: How unfinished requests go on. keep: with their KV as it is. retract: they
                 compute their KV again with the new weights. abort: the next step ends them early.
             version: The new version, above the current one; None for the next.
@@ -76,6 +76,7 @@ class EngineWeights(ABC):
         with source_of(state_dict) as source:
             update = UpdateWeights(source, in_flight, version, partial, timeout_s)
             try:
+                self._check_none_waits()
                 weights.check_version(version)
                 check_arguments(update, weights.limits)
             except WeightsError:
@@ -86,6 +87,7 @@ class EngineWeights(ABC):
             fetched = changes.fetch(update)
         try:
             version = changes.put(fetched, version, partial=partial, blocking=blocking)
+            weights.borrowed = not blocking and isinstance(source, LocalWeights)
         finally:
             self._report_memory()
         self._batching.receive(WeightsReady(version, in_flight), now_ns())
@@ -157,6 +159,7 @@ class EngineWeights(ABC):
         Raises:
             WeightsError: A tag is unknown, or a weight update waits for the next step.
         """
+        self._check_none_waits()
         memory = self._memory.memory
         memory.begin_release(tags)
         self._report_memory()
@@ -188,6 +191,14 @@ class EngineWeights(ABC):
     @property
     def _memory(self) -> MemoryRelease:
         return self._executor.part(MemoryRelease)
+
+    def _check_none_waits(self) -> None:
+        if self._weights.pending_version:
+            raise WeightsError(
+                "a weight update waits for the next step",
+                remedy="call step(), or pass blocking=True to that update",
+                code="weights_busy",
+            )
 
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""

@@ -192,6 +192,10 @@ class TokenTree:
         for turn in self.turns:
             self._join(turn)
 
+    def __repr__(self) -> str:
+        lost = f", lost={len(self.lost)}" if self.lost else ""
+        return f"TokenTree({self.session!r}, {len(self.turns)} turns{lost})"
+
     @classmethod
     def of(cls, samples: Iterable[TrainingSample], session: str = "") -> TokenTree:
         """Return the tree of samples of an engine in this process, each a turn of its own."""
@@ -332,6 +336,12 @@ async def read_tree(trees: TreeStore, tenant: str, session: str) -> TokenTree:
         BusError: The transport can't be reached.
     """
     found = await read(trees, tenant, session)
+    if found is None and not trees.enabled:
+        raise RequestError(
+            f"there is no session {shown(session)} here: no token trees are kept, since "
+            "bus.trees_max_bytes is 0; set it, and run the session again",
+            code="unknown_session",
+        )
     if found is None:
         raise unknown_session(session)
     return TokenTree(session, found.turns, found.lost)
@@ -341,8 +351,8 @@ def unknown_session(session: str) -> RequestError:
     """There is no such session, or the caller may not read it."""
     return RequestError(
         f"there is no session {shown(session)} here: none of its requests has sampled a token, it "
-        "was deleted, is another tenant's or by a model that the key is not for, has expired "
-        "(bus.trees_ttl_s), or no token trees are kept (bus.trees_max_bytes); run it again",
+        "was deleted, is another tenant's or by a model that the key is not for, or has expired "
+        "(bus.trees_ttl_s); run it again",
         code="unknown_session",
     )
 

@@ -98,7 +98,8 @@ def check_request(request: GenerateRequest, *, max_samples: int) -> None:
             code="invalid_cache_salt",
         )
     if not 1 <= request.n <= max_samples:
-        raise _outside("n", request.n, f"from 1 to {max_samples} (admission.max_samples)")
+        most = f"from 1 to {max_samples} (admission.max_samples); raise that, or send more requests"
+        raise _outside("n", request.n, most)
 
 
 def check_sample_seeds(request: GenerateRequest) -> tuple[int, ...]:

@@ -6,9 +6,18 @@ import pickle
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
-from nano_inference import Constraint, RequestError, SamplingParams
+from nano_inference import (
+    AsyncEngine,
+    Constraint,
+    EngineConfig,
+    InferenceEngine,
+    RequestError,
+    SamplingParams,
+)
 
 from ..errors import raises
 
@@ -36,6 +45,39 @@ def test_a_wrong_parameter_is_refused_when_it_is_made(case: str) -> None:
     with raises(code, why, RequestError, param=next(iter(given))) as refused:
         SamplingParams(**given)
     assert isinstance(refused.value, ValueError)
+
+
+def test_numbers_of_numpy_and_torch_become_pythons() -> None:
+    given = SamplingParams(
+        temperature=np.float32(0.5),
+        max_tokens=torch.tensor(8),
+        stop_token_ids=np.array([1, 2]),
+        logit_bias={np.int64(3): np.float32(1)},
+        forced_tokens=[np.int32(4)],
+        top_k=np.int64(-1),
+    )
+    assert given == SamplingParams(
+        temperature=0.5, max_tokens=8, stop_token_ids=[1, 2], logit_bias={3: 1.0}, forced_tokens=[4]
+    )
+    assert msgspec.json.encode(given)
+
+
+OTHER: list[tuple[type, dict[str, Any], str]] = [
+    (SamplingParams, {"n": 4}, "give num_samples_per_prompt to generate"),
+    (SamplingParams, {"max_new_tokens": 5}, "say max_tokens=5"),
+    (SamplingParams, {"guided_json": {}}, "say constraint=Constraint"),
+    (SamplingParams, {"temprature": 1}, "did you mean 'temperature'"),
+    (EngineConfig, {"tensor_parallel_size": 2}, "say tensor_parallel=2"),
+    (EngineConfig, {"model_pth": "a"}, "did you mean 'model_path'"),
+    (InferenceEngine, {"model": "a"}, r"pass EngineConfig\(model_path='a'\)"),
+    (AsyncEngine, {"max_model_len": 8}, r"pass EngineConfig\(max_model_len=8\)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "why"), OTHER)
+def test_names_of_other_engines_are_translated(kind: type, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no {next(iter(given))}; .*{why}"):
+        kind(**given)
 
 
 def test_decoding_leaves_the_check_to_admission() -> None:

@@ -227,6 +227,15 @@ async def test_responses_are_of_the_session_of_the_first(config: Config) -> None
     assert "x-session-id" not in (await respond(store=False)).headers
 
 
+async def test_without_room_for_trees_that_is_the_cause(config: Config) -> None:
+    off = msgspec.structs.replace(
+        config, bus=msgspec.structs.replace(config.bus, trees_max_bytes=0)
+    )
+    answer = await Agent(off).http.get(f"/v1/sessions/{SESSION}/tree")
+    assert answer.status_code == 404
+    assert "since bus.trees_max_bytes is 0; set it" in answer.json()["error"]["message"]
+
+
 async def test_a_session_is_of_one_tenant_and_may_be_deleted(config: Config) -> None:
     agent = Agent(config)
     await said(agent, ASKED["messages"])

@@ -17,7 +17,7 @@ SHORT_MODEL = True
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
-async def last(engine: AsyncEngine, params: SamplingParams, name: str = "") -> RequestOutput:
+async def last(engine: AsyncEngine, params: SamplingParams, name: str | int = "") -> RequestOutput:
     return [output async for output in engine.generate("98 + 25 =", params, name)][-1]
 
 
@@ -36,6 +36,10 @@ async def test_outputs_grow_and_end_with_the_whole() -> None:
     assert [each.token_ids for each in seen[-2].outputs] == [s.token_ids for s in whole.samples]
     assert seen[-1].prompt_token_ids == whole.prompt_token_ids != ()
     assert {each.finish_reason for each in seen[-1].outputs} == {"length"}
+    assert (await last(engine, params, 5)).request_id == "5"
+    for prompt in ["a", "b"], {"prompt": "a"}:
+        with raises("invalid_prompt", "call generate for each|pass its text or token ids"):
+            await anext(engine.generate(prompt, params))  # type: ignore[arg-type]
     aborting = engine.generate("98 + 25 =", LONG, "a")
     begun = await anext(aborting)
     await engine.abort(["a", "unknown"])

@@ -126,6 +126,11 @@ def test_invalid_messages_are_refused(chat: ChatRenderer, message: Any) -> None:
         chat.render([message])
 
 
+def test_a_text_in_place_of_messages_is_refused(chat: ChatRenderer) -> None:
+    with raises("invalid_messages", "messages is 'hi' and no list; pass"):
+        chat.render("hi")  # type: ignore[arg-type]
+
+
 def test_the_template_may_open_the_reasoning(folder: Path, chat: ChatRenderer) -> None:
     prompt = chat.render([USER], enable_thinking=True)
     message = chat.read(prompt, tokens(folder, "Norway?\n</think>\n\nYes.<|im_end|>"))

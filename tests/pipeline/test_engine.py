@@ -16,6 +16,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+import nano_inference
 from nano_inference import (
     ChatRenderer,
     Config,
@@ -495,6 +496,20 @@ def test_prompts_may_be_arrays_tensors_and_iterators(engine: InferenceEngine) ->
 def test_wrong_number_of_samples_is_refused(engine: InferenceEngine, number: Any) -> None:
     with raises("invalid_n"):
         engine.generate([[1]], TWO_TOKENS, number)
+
+
+def test_a_prompt_may_have_more_samples_than_a_server_allows(engine: InferenceEngine) -> None:
+    assert len(engine.generate([[1]], SamplingParams(max_tokens=1), 70)) == 70
+
+
+def test_calls_translate_names_of_other_engines(engine: InferenceEngine) -> None:
+    for given, said in ({"n": 4}, "num_samples_per_prompt=4"), ({"use_tqdm": 1}, "show_progress=1"):
+        with pytest.raises(TypeError, match=f"generate has no {next(iter(given))}; say {said}"):
+            engine.generate([[1]], TWO_TOKENS, **given)  # type: ignore[arg-type]
+    with raises("invalid_request", "takes a TrainingSample or a Completion, not 'x'"):
+        engine.replay("x")  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="has no LLM; use InferenceEngine"):
+        nano_inference.LLM  # noqa: B018
 
 
 @pytest.mark.parametrize("params", [5, "abc", [object()], {"temperature": 0}, [5]])

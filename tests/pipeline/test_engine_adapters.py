@@ -128,6 +128,17 @@ def test_tensors_without_storage_are_refused(engine: InferenceEngine) -> None:
     assert not engine.adapters()
 
 
+def test_completions_are_scored_by_an_adapter(engine: InferenceEngine, folder: Path) -> None:
+    engine.load_adapter("a", folder / "one")
+    (sample,) = engine.generate([PROMPT], GREEDY, adapter="a")
+    pair = [sample.prompt_tokens], [sample.completion_tokens]
+    (scores,) = engine.score(*pair, GREEDY, adapter="a")
+    assert scores == pytest.approx(sample.logprobs, abs=1e-4)
+    assert engine.score(*pair, GREEDY) != [scores]
+    with raises("unknown_model", "no adapter 'b' is loaded; call load_adapter"):
+        engine.score(*pair, GREEDY, adapter="b")
+
+
 def test_an_adapter_in_use_is_not_unloaded(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("a", folder / "one")
     request = engine.add_request(PROMPT, GREEDY, adapter="a")

@@ -90,6 +90,16 @@ def test_a_state_dict_is_held_against_the_models_dtype(blocking: bool) -> None:
         assert spells(engine) == (1, oracle.token_of(1))
 
 
+def test_nan_that_torch_does_not_see_written_is_not_put_in_place(engine: InferenceEngine) -> None:
+    """As by an optimizer that writes to `data`."""
+    new = {name: tensor.clone() for name, tensor in spelling(engine, 5).items()}
+    engine.update_weights(new)
+    new["model.norm.weight"].data[0] = torch.nan
+    with pytest.raises(WeightsError, match=r"changed before they were .* have NaN or infinity"):
+        engine.step()
+    assert engine.get_weight_version() == 0
+
+
 def test_freed_pending_weights_are_dropped(engine: InferenceEngine) -> None:
     """The step that was to put them in place tells, and the next ones run with those before."""
     engine.update_weights(spelling(engine, 4), blocking=True)
@@ -114,7 +124,7 @@ def test_a_broadcast_during_a_pending_update_is_skipped(engine: InferenceEngine)
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
         engine.join_weights_group("weights", group.address, 2, timeout_s=LIMIT_S)
         engine.update_weights(spelling(engine, 1))
-        with raises("weights_busy", kind=WeightsError):
+        with raises("weights_busy", r"call step\(\), or pass blocking=True", kind=WeightsError):
             engine.update_weights(group.broadcast(spelling(engine, 2)).source)
         assert spells(engine) == (1, oracle.token_of(1))
         with pytest.raises(WeightsError, match="join it first"):

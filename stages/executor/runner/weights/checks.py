@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -133,10 +133,31 @@ def check_open(name: str, shard: Shard) -> None:
         )
 
 
+def number_of(number: int) -> str:
+    """Return a number of tensors in words."""
+    return "1 tensor" if number == 1 else f"{number} tensors"
+
+
+def remedy_for(given: Collection[str], own: Collection[str]) -> str:
+    """Return what to do about names that are not the model's own."""
+    for name in given:
+        rest = name
+        while name not in own and "." in rest:
+            rest = rest.partition(".")[2]
+            if rest in own:
+                return f"remove the prefix {shown(name.removesuffix(rest))} of the names"
+    return "pass the state_dict of the same architecture"
+
+
 def check_fits(name: str, tensor: object, own: Tensor | Shard) -> None:
     """Raises WeightsError for another shape or kind of number than the module's."""
     if not isinstance(tensor, Tensor | NewShard) or tuple(tensor.shape) != tuple(own.shape):
-        shape = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
+        if (kind := type(tensor)).__module__ == "numpy":
+            raise WeightsError(
+                f"the new weights don't fit: {shown(name)} is a numpy array",
+                remedy="pass a torch tensor (torch.from_numpy)",
+            )
+        shape = tuple(getattr(tensor, "shape", ())) or kind.__name__
         raise WeightsError(
             f"the new weights don't fit: {name!r} is {shape}, and the model's is "
             f"{tuple(own.shape)}",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .....config import WeightsError, shown
 from ..progress import no_progress_bars
 from ..shards import ShardedWeights
+from .checks import number_of, remedy_for
 
 _LAYER = re.compile(r"^.*?\.\d+(?=\.)")
 """The beginning of a tensor's name up to its layer's number."""
@@ -124,8 +125,9 @@ def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     hull._adjust_missing_and_unexpected_keys(info)
     if unknown := sorted(info.unexpected_keys):
         raise WeightsError(
-            f"the new weights don't fit: {len(unknown)} tensors that the model does not have, "
-            f"such as {shown(unknown[0])}; pass those of the same architecture"
+            f"the new weights don't fit: {number_of(len(unknown))} that the model does not have, "
+            f"such as {shown(unknown[0])}",
+            remedy=remedy_for(unknown, own),
         )
     parts = "all parts of a parameter that the model has fused must come in one update"
     for name in sorted(info.conversion_errors):

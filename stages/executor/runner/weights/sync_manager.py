@@ -21,6 +21,8 @@ from .checks import (
     is_finite,
     limits_of,
     not_finite,
+    number_of,
+    remedy_for,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class WeightSyncManager:
         lost: Error of a write halfway, if no complete update has succeeded since; else "".
         refused: Why the last staged weights could not be put in place, with the weights before
             intact; None once it was taken.
+        borrowed: The staged weights are tensors of a caller who can write to them, so their numbers
+            are checked again before they are put in place; the step after turns it off.
         limits: The limits of one source of new weights.
         shards: The weights in place.
         read_everywhere: Returns a whole tensor of several ranks; None for one rank.
@@ -77,7 +81,9 @@ class WeightSyncManager:
         self._module = module
         self._write_everywhere = write
         self.read_everywhere = read
+        self.borrowed = False
         self._pending: tuple[Mapping[str, NewWeight], int] | None = None
+        self._writes: dict[str, int] = {}  # torch's count of writes to each staged tensor
 
     @property
     def pending_version(self) -> int:
@@ -205,6 +211,7 @@ class WeightSyncManager:
         self.check(new_weights, partial=partial)
         self.check_complete(new_weights)
         self._pending = self._converted(self._apart(new_weights)), version
+        self._writes = _writes_to(self._pending[0])
         return version
 
     def check_version(self, version: int | None) -> int:
@@ -245,7 +252,7 @@ class WeightSyncManager:
         if self.empty and (missing := self.shards.missing(new_weights)):
             why = "an update failed midway" if self.lost else "their memory was released"
             raise WeightsError(
-                f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
+                f"{number_of(len(missing))} missing, such as {missing[0]!r}, and none are in "
                 f"place, since {why}; send all in one update",
                 code="weights_incomplete",
             )
@@ -261,7 +268,10 @@ class WeightSyncManager:
         if self._pending is None:
             return False
         (new_weights, version), self._pending = self._pending, None
-        self._check_writable(new_weights)
+        try:
+            self._check_writable(new_weights)
+        finally:
+            self.borrowed = False
         try:
             self._write(new_weights)
         except BaseException as error:
@@ -322,12 +332,16 @@ class WeightSyncManager:
         missing = self.shards.missing(new_weights)
         for kind, names in (
             ("does not have", unknown),
-            ("needs, which are missing", [] if partial and len(missing) < len(own) else missing),
+            (
+                f"needs, which {'is' if len(missing) == 1 else 'are'} missing",
+                [] if partial and len(missing) < len(own) else missing,
+            ),
         ):
             if names:
                 raise WeightsError(
-                    f"the new weights don't fit: {len(names)} tensors that the model {kind}, such "
-                    f"as {shown(names[0])}; pass the state_dict of the same architecture"
+                    f"the new weights don't fit: {number_of(len(names))} that the model "
+                    f"{kind}, such as {shown(names[0])}",
+                    remedy=remedy_for(new_weights, own),
                 )
         layout = self.shards.layout
         received = (each for each in new_weights.values() if isinstance(each, NewShard))
@@ -387,12 +401,17 @@ class WeightSyncManager:
         return {**new_weights, **shared} if shared else new_weights
 
     def _check_writable(self, new_weights: Mapping[str, NewWeight]) -> None:
-        """Raises WeightsError if their owner has made them unwritable."""
+        """Raises WeightsError if their owner has written to them, or made them unwritable."""
         own = self._whole.state_dict()
         try:
             check_stored(new_weights)
             for name, tensor in new_weights.items():
                 check_fits(name, tensor, own[name])
+            for name, number in _writes_to(new_weights).items():
+                if number != self._writes[name]:
+                    raise WeightsError(f"{shown(name)} was written to")
+            if self.borrowed:
+                self._check_numbers(new_weights)
         except WeightsError as error:
             raise WeightsError(
                 f"the new weights were changed before they were in place: {error.message}; leave "
@@ -424,6 +443,16 @@ def _whole_ones(new_weights: Mapping[str, NewWeight]) -> dict[str, Tensor]:
     """Return those that this process has as a whole; values of other types too."""
     return {
         name: tensor for name, tensor in new_weights.items() if not isinstance(tensor, NewShard)
+    }
+
+
+def _writes_to(new_weights: Mapping[str, NewWeight]) -> dict[str, int]:
+    """Return how often each tensor or its storage was written to; torch does not count this for
+    tensors of its inference mode, nor writes through `data`."""
+    return {
+        name: tensor._version
+        for name, tensor in _whole_ones(new_weights).items()
+        if not tensor.is_inference()
     }
 
 

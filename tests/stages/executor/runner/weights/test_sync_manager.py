@@ -74,6 +74,11 @@ NORM = "model.norm.weight"  # the last tensor of a model, so that the others wou
             r"'model.norm.weight' is \(3,\), and the model's is \(48,\)",
         ),
         (lambda state: state.update({NORM: [1.0]}), r"'model.norm.weight' is list"),
+        (lambda state: state.update({NORM: state[NORM].numpy()}), "is a numpy array; pass a torch"),
+        (
+            lambda state: state.update({f"module.{NORM}": state.pop(NORM)}),
+            "1 tensor that the model does not have, .*; remove the prefix 'module.' of the names",
+        ),
         (
             lambda state: state.update({"lm_head.weight": state["lm_head.weight"] + 1}),
             "are one tensor",
@@ -148,6 +153,7 @@ def test_tensors_without_storage_change_nothing(module: nn.Module, message: str)
 SPOIL: list[Callable[[Tensor], object]] = [
     lambda tensor: tensor.untyped_storage().resize_(0),
     lambda tensor: tensor.resize_(1),  # would be broadcast
+    lambda tensor: tensor.fill_(torch.nan),
 ]
 
 

@@ -121,7 +121,7 @@ def test_no_file_and_no_function_is_long() -> None:
     assert {name: size for name, size in functions.items() if size > LINES_OF_A_FUNCTION} == {}
 
 
-LINES_LOADED = {"stages/batching/core.py": 3_710, "pipeline/engine.py": 14_100}
+LINES_LOADED = {"stages/batching/core.py": 3_700, "pipeline/engine.py": 14_000}
 """Most lines of code that importing a file loads, its own included."""
 
 

@@ -27,6 +27,7 @@ from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..store.process_state import identity_of, state_of
 from ..telemetry import LogOutput
 from .children import Child, Forks
+from .occupied import successor
 from .process import DRAIN, TAKE_OVER
 from .terminal import PROGRAM, STAGE_STYLES, show_loading
 
@@ -227,7 +228,13 @@ class Processes:
                 self._say(f"{role} was terminated; starting its successor")
                 has_run = True
                 continue
-            if status == _REPLACED or (status == _CAN_NOT_START and not has_run):
+            if status == _REPLACED:
+                other = await successor(self.config.bus, role, self._children[role].pid)
+                raise CanNotStart(
+                    f"this pipeline was replaced by {other or 'another one'}, which serves lane "
+                    f"{self.config.bus.lane}; give each pipeline a bus.lane of its own"
+                )
+            if status == _CAN_NOT_START and not has_run:
                 complaint = self._complaints.get(role, "") if self._model else ""
                 raise CanNotStart(complaint or f"the {role} stage can't start; its reason is above")
             has_run = True

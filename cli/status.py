@@ -115,6 +115,15 @@ def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
     return Group(*parts)
 
 
+def held_text(found: PipelineStatus) -> Text:
+    """Return why no step is computed and what to do, after "ready"; empty if steps may be."""
+    if not found.held:
+        return Text()
+    said = found.held.replace("generation is paused", "generation paused")
+    command = "resume" if "paused" in said else "resume-memory"
+    return Text(f", {said} (resume with `nano-inference {command}`)", "bold yellow")
+
+
 def facts_table(width: int) -> Table:
     """Return an empty table of names, `width` columns wide, and facts."""
     made = Table(box=None, show_header=False, pad_edge=False)
@@ -135,7 +144,7 @@ def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
     if found.ready:
         count = sum(lane.ready for lane in found.lanes)
         which = "" if len(found.lanes) == 1 else f", {count} of {len(found.lanes)} lanes"
-        state = Text(f"ready{which}", "bold green")
+        state = Text(f"ready{which}", "bold green") + held_text(found)
     else:
         state = Text(f"not ready: {found.reason}", "bold red")
     rate = sum(total(lane, "streaming", "tokens_per_s") for lane in found.lanes)

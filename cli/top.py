@@ -43,6 +43,7 @@ from .status import (
     drafts_line,
     duration,
     facts_table,
+    held_text,
     lane_title,
     progress_line,
     responses_line,
@@ -330,7 +331,7 @@ def view(found: PipelineStatus, history: History, order: str = ORDERS[0]) -> Gro
     requests.add_row("requests", Text(f"{counts}{found.queue_length:,} not started, ") + letters)
     if found.progress.reason:
         requests.add_row("progress", Text(progress_line(found.progress), "bold red"))
-    if not found.ready:
+    if found.held or not found.ready:
         requests.add_row("state", _readiness(found))
     if found.models:
         states = (
@@ -347,7 +348,9 @@ def view(found: PipelineStatus, history: History, order: str = ORDERS[0]) -> Gro
 
 
 def _readiness(found: PipelineStatus) -> Text:
-    return Text("ready", "green") if found.ready else Text(f"not ready: {found.reason}", "red")
+    if not found.ready:
+        return Text(f"not ready: {found.reason}", "red")
+    return Text("ready", "green") + held_text(found)
 
 
 def _title(lane: LaneHealth) -> Text:

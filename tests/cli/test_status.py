@@ -212,6 +212,17 @@ def test_health_of_a_role(run: Run, on_nobody: str, redis_url: str) -> None:
     assert ran[:2] == (1, "decode pool not ready: lane 0: no replica has the role decode\n")
 
 
+def test_a_paused_idle_pipeline_is_shown(run: Run, on_nobody: str, redis_url: str) -> None:
+    loads = {"batching": {"held": "generation is paused"}}
+    reports = [report(stage, loads.get(stage, {})) for stage in STAGES]
+    with Redis.from_url(redis_url) as redis:
+        redis.xadd(Keys(on_nobody).stages, {"json": msgspec.json.encode(reports)})
+    shown = "ready, generation paused (resume with `nano-inference resume`)"
+    assert shown in run("status").stdout
+    assert shown in run("top", "--once").stdout
+    assert json.loads(run("status", "--json").stdout)["held"] == "generation is paused"
+
+
 def test_health_of_a_lane_s_progress(run: Run, on_nobody: str, redis_url: str) -> None:
     loads = {
         "admission": {"in_flight": 2, "busy_s": 90},

@@ -267,9 +267,11 @@ def usage_sentence(error: Any) -> str:
     if (name := _NO_COMMAND.match(message)) and (ours := _OF_OTHERS.get(name[1])):
         return f"there is no command {name[1]!r}; {ours}"
     if possible := _POSSIBLE.search(message):
-        typed = message[: possible.start()].rpartition(" ")[2]
-        near = difflib.get_close_matches(typed, possible[1].split(", "), n=1, cutoff=_NEAR)
-        message = message[: possible.start()] + "".join(f"; did you mean {name}?" for name in near)
+        typed = message[: possible.start()].rpartition(" ")[2].lstrip("-")
+        named = {name.lstrip("-"): name for name in possible[1].split(", ")}
+        near = difflib.get_close_matches(typed, named, n=1, cutoff=_NEAR)
+        message = message[: possible.start()]
+        message += "".join(f"; did you mean {named[name]}?" for name in near)
     sentence = f"{message[:1].lower()}{message[1:]}".rstrip(".")
     sentence += _advice(error, context, command)
     return f"{sentence}{' See' if sentence.endswith('?') else '; see'} '{command} --help'"

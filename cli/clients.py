@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
@@ -673,13 +670,8 @@ def openai_call(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 
 def _why(error: BaseException) -> str:
     """Return why a connection failed, in the words of the system rather than of the library."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in errno.errorcode:
-            if isinstance(cause, ssl.SSLError):
-                break
-            return os.strerror(cause.errno).lower()
-        cause = cause.__cause__ or cause.__context__
+    if found := connection.system_reason(error):
+        return found
     if isinstance(error, httpx2.ConnectTimeout):
         return f"nothing answers within {_CONNECT_S:.0f} s"
     if isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):

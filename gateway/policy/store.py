@@ -28,13 +28,15 @@ class PolicyStore:
     While the backend can't be reached, the last document holds.
     """
 
-    def __init__(self, backend: PolicyBackend, refresh_s: float = 1.0) -> None:
-        """`refresh_s`: the period of `run_forever`."""
+    def __init__(
+        self, backend: PolicyBackend, refresh_s: float = 1.0, *, needs_keys: bool = True
+    ) -> None:
+        """Args: the backend; the period of `run_forever`; whether no other credential is taken."""
         self._backend = backend
         self._refresh_s = refresh_s
         self._stored: StoredPolicy | None = None
         self._failed = ""
-        self._lacks_keys = False
+        self._needs_keys, self._lacks_keys = needs_keys, False
         self._changes = anyio.Lock()
 
     async def document(self) -> PolicyDocument:
@@ -100,7 +102,7 @@ class PolicyStore:
 
     def _warn_without_keys(self) -> None:
         """Log once that every call is refused until there is a key."""
-        lacks = self.at_hand is not None and not self.at_hand.keys
+        lacks = self._needs_keys and self.at_hand is not None and not self.at_hand.keys
         if lacks and not self._lacks_keys:
             get_logger().warning(
                 "no_api_keys",

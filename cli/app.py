@@ -97,6 +97,8 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "health": health,
         "top": top,
         "trace": trace,
+        "pause": operations.pause,
+        "resume": operations.resume,
         "kv-events": operations.kv_events,
         "admin": admin.app,
         "dlq": dlq.app,
@@ -111,8 +113,6 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "adapters": operations.adapters,
         "score": score,
         "samples": samples,
-        "pause": operations.pause,
-        "resume": operations.resume,
         "flush-cache": operations.flush_cache,
         "release-memory": operations.release_memory,
         "resume-memory": operations.resume_memory,
@@ -251,6 +251,10 @@ _OF_OTHERS = {
 """Commands of other programs, each with what does the same here."""
 
 
+_NEAR = 0.6
+"""Likeness from which an option is suggested for a mistyped one."""
+
+
 def usage_sentence(error: Any) -> str:
     """Return a usage error of Typer in our form, with the command's help.
 
@@ -263,9 +267,11 @@ def usage_sentence(error: Any) -> str:
     if (name := _NO_COMMAND.match(message)) and (ours := _OF_OTHERS.get(name[1])):
         return f"there is no command {name[1]!r}; {ours}"
     if possible := _POSSIBLE.search(message):
-        typed = message[: possible.start()].rpartition(" ")[2]
-        (name,) = difflib.get_close_matches(typed, possible[1].split(", "), n=1, cutoff=0)
-        message = f"{message[: possible.start()]}; did you mean {name}?"
+        typed = message[: possible.start()].rpartition(" ")[2].lstrip("-")
+        named = {name.lstrip("-"): name for name in possible[1].split(", ")}
+        near = difflib.get_close_matches(typed, named, n=1, cutoff=_NEAR)
+        message = message[: possible.start()]
+        message += "".join(f"; did you mean {named[name]}?" for name in near)
     sentence = f"{message[:1].lower()}{message[1:]}".rstrip(".")
     sentence += _advice(error, context, command)
     return f"{sentence}{' See' if sentence.endswith('?') else '; see'} '{command} --help'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -43,6 +44,7 @@ from .terminal import complain, waiting
 T = TypeVar("T")
 
 _CONNECT_S = 10.0
+_CALL_HEADER = "X-Request-Id"
 _DONE = "[DONE]"
 REFUSALS = range(400, 600)
 """Statuses of answers that refuse."""
@@ -315,7 +317,8 @@ class ServerClient:
             RequestError: The status is another one, or the connection was lost during the answer.
             Unreachable: There was no answer.
         """
-        answered = False
+        answered, call_id = False, uuid.uuid4().hex
+        headers = {_CALL_HEADER: call_id, **(headers or {})}
         try:
             if body is not None:
                 content["json"] = body
@@ -325,9 +328,13 @@ class ServerClient:
                     raise refusal(response.status_code, await response.aread())
                 yield response
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            why = str(error) or type(error).__name__
-            if answered:
-                raise RequestError(f"{self.url}: {why}", code="connection_lost") from None
+            why = _why(error)
+            if answered or isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
+                raise RequestError(
+                    f"the server at {self.url} ended call {call_id} before its answer did ({why})",
+                    code="connection_lost",
+                    remedy="send it again once `nano-inference health --url` says that it is ready",
+                ) from None
             if self.url == connection.DEFAULT_SERVER:
                 raise Unreachable(
                     f"no server at {self.url}; start one with `nano-inference serve`, or give the "
@@ -661,6 +668,17 @@ def openai_call(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     return body, {"X-Tenant": request["tenant"]} if "tenant" in request else {}
 
 
+def _why(error: BaseException) -> str:
+    """Return why a connection failed, in the words of the system rather than of the library."""
+    if found := connection.system_reason(error):
+        return found
+    if isinstance(error, httpx2.ConnectTimeout):
+        return f"nothing answers within {_CONNECT_S:.0f} s"
+    if isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
+        return "the connection was closed"
+    return str(error) or type(error).__name__
+
+
 def refusal(status: int, body: bytes) -> RequestError:
     """Return the error of an answer, in OpenAI's form or as its status."""
     try:
@@ -669,5 +687,9 @@ def refusal(status: int, body: bytes) -> RequestError:
         error = _Error()
     message = error.message or cut(f"the server answers with status {status}: {body[:400]!r}")
     if error.code == "missing_api_key":
-        message = f"the server takes no call without a key; give --api-key, or {API_KEY_VARIABLE}"
+        message = (
+            f"the server takes no call without a key; give --api-key, or {API_KEY_VARIABLE}; the "
+            "first key is made without one, by `nano-inference admin keys create root --scope "
+            "admin` with the server's --config, or --bus and --set policy.backend"
+        )
     return RequestError(message, code=str(error.code or status))

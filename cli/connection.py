@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
@@ -223,6 +225,17 @@ def run_with(context: AbstractAsyncContextManager[C], work: Callable[[C], Awaita
             return await work(entered)
 
     return asyncio.run(run())
+
+
+def system_reason(error: BaseException) -> str:
+    """Return the system's reason behind an error, as "connection refused"; "" if there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):  # its numbers are OpenSSL's
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number is not None and number in errno.errorcode:
+            return os.strerror(number).lower()
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def unreachable(bus: BusConfig, error: BusError) -> BusError:

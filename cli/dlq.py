@@ -149,7 +149,10 @@ def _act(
     target = target_of(options)
     letters = run_operation(options, "dead_letters", {}, target=target)
     chosen = letters if everything else _chosen(letters, ids or ())
-    if everything and chosen and not yes:
+    if not chosen:
+        complain(f"there are no dead letters to {verb}")
+        return []
+    if everything and not yes:
         typer.confirm(f"{verb} {len(chosen)} dead letters?", abort=True, err=True)
     found = {"ids": [letter.letter_id for letter in chosen]}
     done: dict[str, Any] = run_operation(options, f"{verb}_dead_letters", found, target=target)

@@ -191,7 +191,11 @@ def version_(lane: Lane = None) -> None:
     """
 
 
-@command("pause")
+def _says(word: str) -> Show:
+    return lambda _: typer.echo(word)
+
+
+@command("pause", _says("paused; requests wait until `nano-inference resume`"))
 def pause(in_flight: AtPause = "keep", lane: Lane = None) -> None:
     """Pause generation, and return after the current step; requests wait until `resume`.
 
@@ -199,7 +203,7 @@ def pause(in_flight: AtPause = "keep", lane: Lane = None) -> None:
     """
 
 
-@command("resume")
+@command("resume", _says("resumed"))
 def resume(lane: Lane = None) -> None:
     """Resume generation after `pause`.
 

@@ -171,6 +171,8 @@ def _parsed(text: str) -> tuple[str, Any]:
         # The rest is not quoted: it may be a password.
         name = re.match(r"[\w.]*", text)
         beginning = name.group()[:MOST_SHOWN] if name else ""
+        if "=" not in text:
+            raise ConfigError(f"--set takes section.setting=value; {beginning!r} has no '='")
         raise ConfigError(f"--set takes section.setting=value, not a text with {beginning!r} first")
     return match["name"], parse_value(match["value"])
 

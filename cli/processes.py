@@ -27,6 +27,7 @@ from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..store.process_state import identity_of, state_of
 from ..telemetry import LogOutput
 from .children import Child, Forks
+from .occupied import successor
 from .process import DRAIN, TAKE_OVER
 from .terminal import PROGRAM, STAGE_STYLES, show_loading
 
@@ -188,6 +189,8 @@ class Processes:
         self._complaints: dict[str, str] = {}
         # Replicas of which a stage has used up its restarts.
         self._given_up: set[int] = set()
+        # Whether a stage is missing for good, so that no request in flight can finish.
+        self._is_lost = False
         self._stopping = False
 
     @property
@@ -227,7 +230,13 @@ class Processes:
                 self._say(f"{role} was terminated; starting its successor")
                 has_run = True
                 continue
-            if status == _REPLACED or (status == _CAN_NOT_START and not has_run):
+            if status == _REPLACED:
+                other = await successor(self.config.bus, role, self._children[role].pid)
+                raise CanNotStart(
+                    f"this pipeline was replaced by {other or 'another one'}, which serves lane "
+                    f"{self.config.bus.lane}; give each pipeline a bus.lane of its own"
+                )
+            if status == _CAN_NOT_START and not has_run:
                 complaint = self._complaints.get(role, "") if self._model else ""
                 raise CanNotStart(complaint or f"the {role} stage can't start; its reason is above")
             has_run = True
@@ -250,6 +259,8 @@ class Processes:
         stage, replica = split_role(role)
         self._given_up.add(replica)
         if stage not in REPLICATED or len(self._given_up) == self.config.pipeline.replicas:
+            self._is_lost = True
+            self._say(f"giving up, stopping: {error}")
             raise error
         self._say(f"{error}; the other replicas continue without it")
 
@@ -358,13 +369,16 @@ class Processes:
         """Stop the gateway, which ends its calls, then admission, then the others.
 
         Args:
-            drain: Whether admission waits for requests in flight.
+            drain: Whether admission waits for requests in flight. It doesn't without a stage that
+                has used up its restarts, for which they would wait in vain.
         """
         self._stopping = True
+        drain = drain and not self._is_lost
         for standby in self._standbys.values():
             standby.child.send_signal(signal.SIGTERM)
         limit_s = self.config.pipeline.drain_timeout_s + STOP_S
-        await self._stop(GATEWAY, limit_s)
+        if not self._is_lost:
+            await self._stop(GATEWAY, limit_s)
         await self._stop("admission", limit_s if drain else STOP_S, drain=drain)
         async with anyio.create_task_group() as group:
             for role in self.roles:

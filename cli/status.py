@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import msgspec
 import typer
 from rich import box
 from rich.console import Group
@@ -15,7 +17,16 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from ..config import REPLICATED, STAGES, BusError, ConfigError, nearest, split_role
+from ..config import (
+    REPLICATED,
+    STAGES,
+    BusConfig,
+    BusError,
+    ConfigError,
+    nearest,
+    redact,
+    split_role,
+)
 from ..pipeline.health import (
     LATE_S,
     LaneHealth,
@@ -33,6 +44,7 @@ from .bus_status import BusStatus, bus_status
 from .clients import ServerClient, Unreachable
 from .connection import ServerAddress, Target, connected, run_with, target_of
 from .options import AsJson, Options, option, takes_status_options
+from .running import found
 from .terminal import print_json, stdout, table
 
 TIERS = {"host": "in host memory", "disk": "on disk"}
@@ -82,12 +94,12 @@ def status(
 
         watch nano-inference status
     """
-    found = asyncio.run(status_at(target_of(options), options.served))
+    read = asyncio.run(status_at(target_of(options), options.served))
     if as_json:
-        print_json(found)
+        print_json(read)
     else:
-        stdout().print(rendered(found, verbose=verbose))
-    if not found.ready:
+        stdout().print(rendered(read, verbose=verbose))
+    if not read.ready:
         raise typer.Exit(1)
 
 
@@ -96,7 +108,18 @@ async def status_at(target: Target, model: str | None = None) -> PipelineStatus:
     if isinstance(target, ServerAddress):
         async with ServerClient(target) as client:
             return await client.status(model)
-    return await bus_status(target, model)
+    read = await bus_status(target, model)
+    return read if read.lanes else _starting(read, target.bus)
+
+
+def _starting(read: BusStatus, bus: BusConfig) -> BusStatus:
+    """Return the status of a bus without reports, which says so if an `up` of this user starts."""
+    for each in found():
+        if each.command != "gateway" and (each.bus, each.prefix) == (redact(bus.url), bus.prefix):
+            age = duration(time.time() - each.started_at)
+            why = f"`{each.command}` (process {each.pid}) has been starting for {age}"
+            return msgspec.structs.replace(read, reason=why)
+    return read
 
 
 def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
@@ -113,6 +136,15 @@ def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
             warning = f"more than one process runs the {stage} stage of {lane_title(lane)}"
             parts.append(Text(f"{warning}; give each pipeline a bus.lane of its own", "bold red"))
     return Group(*parts)
+
+
+def held_text(found: PipelineStatus) -> Text:
+    """Return why no step is computed and what to do, after "ready"; empty if steps may be."""
+    if not found.held:
+        return Text()
+    said = found.held.replace("generation is paused", "generation paused")
+    command = "resume" if "paused" in said else "resume-memory"
+    return Text(f", {said} (resume with `nano-inference {command}`)", "bold yellow")
 
 
 def facts_table(width: int) -> Table:
@@ -135,7 +167,7 @@ def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
     if found.ready:
         count = sum(lane.ready for lane in found.lanes)
         which = "" if len(found.lanes) == 1 else f", {count} of {len(found.lanes)} lanes"
-        state = Text(f"ready{which}", "bold green")
+        state = Text(f"ready{which}", "bold green") + held_text(found)
     else:
         state = Text(f"not ready: {found.reason}", "bold red")
     rate = sum(total(lane, "streaming", "tokens_per_s") for lane in found.lanes)

@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..bus.times import CAUSES
-from ..config import BusError
+from ..config import BusError, NanoInferenceError
 from ..pipeline.health import LATE_S, LaneHealth, problem_of
 from ..pipeline.status import PipelineStatus
 from ..telemetry.logs import has_cursor
@@ -43,6 +43,7 @@ from .status import (
     drafts_line,
     duration,
     facts_table,
+    held_text,
     lane_title,
     progress_line,
     responses_line,
@@ -171,6 +172,7 @@ class Screen:
         self._next_s, self._order = 0.0, 0
         self._is_paused = self._has_help = self._has_ended = False
         self._trouble = ""
+        self._lost_s = 0.0  # by the monotonic clock, while there is trouble
         self.found: PipelineStatus | None = None
         self.offset = 0
         # Kept by the last frame, for keys.
@@ -180,7 +182,7 @@ class Screen:
         """Show it until `q` or Ctrl-C."""
         console = stdout()
         reading: Future[PipelineStatus] | None = None
-        size = None
+        size, drawn_s = None, 0.0
         with (
             suppress(KeyboardInterrupt),
             _keys() as keys,
@@ -197,8 +199,9 @@ class Screen:
                 if reading is not None and is_new:
                     self._take(reading)
                     reading = None
-                if pressed or is_new or size != shutil.get_terminal_size():
-                    size = shutil.get_terminal_size()
+                counts = bool(self._trouble) and time.monotonic() - drawn_s >= 1
+                if pressed or is_new or counts or size != shutil.get_terminal_size():
+                    size, drawn_s = shutil.get_terminal_size(), time.monotonic()
                     live.update(self.frame(console, *size), refresh=True)
 
     def press(self, key: str) -> None:
@@ -250,8 +253,13 @@ class Screen:
     def _take(self, reading: Future[PipelineStatus]) -> None:
         try:
             self.found = reading.result()
-        except (BusError, Unreachable) as error:
-            self._trouble = f"{error}; trying again"
+        except NanoInferenceError as error:
+            # A gateway answers with a refusal while its bus is away.
+            lost = isinstance(error, BusError | Unreachable)
+            if not lost and self.found is None:
+                raise
+            self._lost_s = self._lost_s if self._trouble else time.monotonic()
+            self._trouble = str(error)
         else:
             self._trouble = ""
             self._history.add(self.found)
@@ -259,7 +267,8 @@ class Screen:
     def _head(self, width: int) -> Text:
         head = Text("nano-inference", "bold", no_wrap=True, end="\n")
         if self._trouble:
-            head.append(f"  {self._trouble}", "bold red")
+            lost = f"bus unreachable for {duration(time.monotonic() - self._lost_s)}, retrying"
+            head.append(f"  {lost}: {self._trouble}", "bold red")
         elif self.found is not None:
             head.append(f"  {self.found.url}  ")
             head.append_text(_readiness(self.found))
@@ -330,7 +339,7 @@ def view(found: PipelineStatus, history: History, order: str = ORDERS[0]) -> Gro
     requests.add_row("requests", Text(f"{counts}{found.queue_length:,} not started, ") + letters)
     if found.progress.reason:
         requests.add_row("progress", Text(progress_line(found.progress), "bold red"))
-    if not found.ready:
+    if found.held or not found.ready:
         requests.add_row("state", _readiness(found))
     if found.models:
         states = (
@@ -347,7 +356,9 @@ def view(found: PipelineStatus, history: History, order: str = ORDERS[0]) -> Gro
 
 
 def _readiness(found: PipelineStatus) -> Text:
-    return Text("ready", "green") if found.ready else Text(f"not ready: {found.reason}", "red")
+    if not found.ready:
+        return Text(f"not ready: {found.reason}", "red")
+    return Text("ready", "green") + held_text(found)
 
 
 def _title(lane: LaneHealth) -> Text:

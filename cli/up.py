@@ -36,6 +36,7 @@ from ..pipeline.client import BusClient
 from ..telemetry import setup_logging, setup_metrics
 from .children import Forks, Watchdog
 from .model_files import check_model_files
+from .occupied import refuse_if_served
 from .options import Options, option, takes_client_options, takes_engine_options
 from .process import stop_signals
 from .processes import GATEWAY, Printer, Processes
@@ -76,6 +77,9 @@ def up(
     detach: Annotated[
         bool, option("--detach", "With --ray: leave it running once it serves; `down` ends it.")
     ] = False,
+    take_over: Annotated[
+        bool, option("--take-over", "Replace a pipeline that serves this lane of the Redis.")
+    ] = False,
 ) -> None:
     """Run each stage as a process of its own, over Redis.
 
@@ -98,8 +102,10 @@ def up(
         nano-inference up --ray 10.0.0.1:6379 --bus redis://10.0.0.2:6379
 
     A process that dies is restarted, within a budget. One that is terminated by SIGTERM is replaced
-    at once, and its requests continue. On Ctrl-C or SIGTERM to this process, requests in flight may
-    finish, within `pipeline.drain_timeout_s`, and all processes stop.
+    at once, and its requests continue. A lane that another process serves is refused; --take-over
+    replaces that pipeline, which ends, and continues its requests. On Ctrl-C or SIGTERM to this
+    process, requests in flight may finish, within `pipeline.drain_timeout_s`, and all processes
+    stop.
     """
     if options.bus == "memory":
         raise ConfigError(
@@ -129,6 +135,8 @@ def up(
         arguments = ["--config", str(options.config_file)] if options.config_file else []
         environment = _child_environment(config, overrides)
         anyio.run(_check_bus, config)  # so that one process complains, and not five
+        if not (embedded or take_over):
+            anyio.run(refuse_if_served, config.bus, all_roles(config.pipeline.replicas))
         url = (
             url_of(config, config.gateway.port or DEFAULT_PORT) if config.gateway.listens else None
         )

@@ -188,8 +188,10 @@ def _merge_file(tree: Tree, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}; give a readable file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ConfigError(f"{path} is not valid YAML: {first_line}") from None
+        why = str(error).splitlines()[0]
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+            why = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        raise ConfigError(f"{path} is not valid YAML: {why}") from None
     if content is None:
         return
     if not isinstance(content, dict):

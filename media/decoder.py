@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import resource
 import signal
 import subprocess
 import threading
@@ -227,7 +228,13 @@ class _Worker:
                 "(images.decode_timeout_s); save it anew, or scale it down"
             )
         elif isinstance(error, EOFError | OSError):
+            most, _ = resource.getrlimit(resource.RLIMIT_AS)
             reason = "decoding it ended its process, or took too long; save it anew"
+            if most != resource.RLIM_INFINITY:
+                reason = (
+                    "decoding it ended its process, which may have no more than "
+                    f"{most >> 20:,} MiB of address space (ulimit -v); raise that, or save it anew"
+                )
         else:
             reason = f"the process that decodes it answered {shown(str(error))}; save it anew"
         return refusal("image_decode_failed", where, reason)

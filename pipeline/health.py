@@ -76,6 +76,20 @@ def reason_of(
     return "; ".join(reasons)
 
 
+def held_of(lanes: Iterable[LaneHealth]) -> str:
+    """Return why lanes compute no step although their stages work; "" if none is held.
+
+    An idle lane is held too, so that its next request is no surprise.
+    """
+    held = {
+        str(report.load["held"])
+        for lane in lanes
+        for role, report in lane.stages.items()
+        if split_role(role)[0] == "batching" and report.load.get("held")
+    }
+    return "; ".join(sorted(held))
+
+
 def verdict(lanes: Sequence[LaneHealth]) -> str:
     """Return why no lane of a model serves requests, in one sentence; "" if some lane works."""
     if not lanes:

@@ -130,9 +130,7 @@ async def update_roles(client: BusClient, roles: list[str], lane: str | None = N
     known: tuple[ReplicaRole, ...] = get_args(ReplicaRole)
     for role in roles:
         if role not in known:
-            raise ConfigError(
-                f"there is no role {role!r:.80}; roles are {', '.join(known)}{nearest(role, known)}"
-            )
+            raise ConfigError(f"there is no role {role!r:.80}; roles are {', '.join(known)}")
     await client.update_roles([each for role in roles for each in known if each == role], lane)
 
 

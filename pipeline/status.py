@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ..store.board import StageReport
 from ..store.registry import ModelState
 from .client import BusClient
-from .health import LaneHealth, lanes_of, reason_of
+from .health import LaneHealth, held_of, lanes_of, reason_of
 from .progress import Progress, progress_of
 
 
@@ -22,6 +22,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ready: Whether every stage of at least one lane takes part.
         reason: The reason if not, in one sentence.
+        held: Why some lane computes no step, as "generation is paused"; "" if none is held.
         url: The bus of the snapshot, without password; "" in an answer of a gateway.
         waiting: Requests that no lane has taken.
         in_flight: Requests taken and not yet answered.
@@ -35,6 +36,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: bool
     reason: str
+    held: str = ""
     url: str = ""
     waiting: int
     in_flight: int
@@ -79,6 +81,7 @@ async def pipeline_status(
     return PipelineStatus(
         ready=not reason,
         reason=reason,
+        held=held_of(lanes),
         waiting=backlog.waiting,
         in_flight=backlog.pending,
         queue_length=backlog.queue_length,
@@ -108,5 +111,11 @@ def of_models(status: PipelineStatus, models: Collection[str]) -> PipelineStatus
     reason = reason_of(states, lanes)
     progress = progress_of(lanes, status.stall_timeout_s)
     return replace(
-        status, ready=not reason, reason=reason, lanes=lanes, models=states, progress=progress
+        status,
+        ready=not reason,
+        reason=reason,
+        held=held_of(lanes),
+        lanes=lanes,
+        models=states,
+        progress=progress,
     )

@@ -191,6 +191,7 @@ SEQUENCES_WAITING = _gauge(
 STEP_AGE = _gauge(
     "nano.step.age", "s", "Time since the last step ended, while there are samples to compute."
 )
+PAUSED = _gauge("nano.generation.paused", "1", "1 while generation is paused, else 0.")
 BATCH_SIZE = _histogram("nano.batch.size", "{sequence}", "Samples in a step.", SEQUENCES)
 SCHEDULE_TIME = _step_seconds("nano.step.schedule_time", "Time to plan a step.")
 DEVICE_TIME = _step_seconds("nano.step.device_time", "Time of a step on the device.")

@@ -67,6 +67,11 @@ def find_trace(path: Path, wanted: str) -> Trace:
             f"the trace file {path} can't be read: {error.strerror or error}; start the pipeline "
             "with --set telemetry.trace_file=FILE, and give that file"
         ) from None
+    if not spans:
+        raise ConfigError(
+            f"no line of the trace file {path} is a span; give a file that a pipeline writes with "
+            "--set telemetry.trace_file=FILE"
+        )
     ids = (names.REQUEST_ID, names.MESSAGE_ID)
     found = [
         span for span in spans if wanted == span.trace_id or wanted in map(span.attributes.get, ids)

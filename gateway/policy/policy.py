@@ -60,7 +60,9 @@ class Policy:
         self._lists: BlockLists | None = None
         self._tokens = TokenAuthenticator(own) if own.oidc_issuer else None
         if own.backend != "off":
-            self.store = PolicyStore(open_backend(own, client.bus.store.policy), own.refresh_s)
+            backend = open_backend(own, client.bus.store.policy)
+            without = not own.oidc_issuer
+            self.store = PolicyStore(backend, own.refresh_s, needs_keys=without)
             self._lists = BlockLists(self.store, own.guardrail_max_match)
         self._agent = OpenPolicyAgent(own) if own.opa_url else None
         self.audit = AuditLog(own, measures.audit_lost) if own.audit_file else None

@@ -28,12 +28,15 @@ class PolicyStore:
     While the backend can't be reached, the last document holds.
     """
 
-    def __init__(self, backend: PolicyBackend, refresh_s: float = 1.0) -> None:
-        """`refresh_s`: the period of `run_forever`."""
+    def __init__(
+        self, backend: PolicyBackend, refresh_s: float = 1.0, *, needs_keys: bool = True
+    ) -> None:
+        """Args: the backend; the period of `run_forever`; whether no other credential is taken."""
         self._backend = backend
         self._refresh_s = refresh_s
         self._stored: StoredPolicy | None = None
         self._failed = ""
+        self._needs_keys, self._lacks_keys = needs_keys, False
         self._changes = anyio.Lock()
 
     async def document(self) -> PolicyDocument:
@@ -90,11 +93,24 @@ class PolicyStore:
             try:
                 await self.refresh()
                 self._failed = ""
+                self._warn_without_keys()
             except NanoInferenceError as error:
                 if str(error) != self._failed:
                     get_logger().error("policy_not_read", error=str(error))
                 self._failed = str(error)
             await anyio.sleep(self._refresh_s)
+
+    def _warn_without_keys(self) -> None:
+        """Log once that every call is refused until there is a key."""
+        lacks = self._needs_keys and self.at_hand is not None and not self.at_hand.keys
+        if lacks and not self._lacks_keys:
+            get_logger().warning(
+                "no_api_keys",
+                brief="no call is taken until there is a key; make the first by `nano-inference "
+                "admin keys create root --scope admin` with this process's --config, or its --bus "
+                "and --set policy.backend",
+            )
+        self._lacks_keys = lacks
 
     async def aclose(self) -> None:
         """Close the backend."""

@@ -121,6 +121,7 @@ class BatchingStage(Actor):
             return
         load, done, counts = core.load(), core.take_counters(), core.take_counts()
         self.metrics.record(instruments.STEP_AGE, self._step_age_s(core))
+        self.metrics.record(instruments.PAUSED, int(self._paused))
         for instrument, value in (
             (instruments.RUNNING, load["running"]),
             (instruments.SEQUENCES_WAITING, load["waiting"]),

@@ -140,6 +140,8 @@ WRONG = [
     ("complete a b", "a text with spaces needs quotes"),
     ("serve tiny --model other", "not both"),
     ("run executor tiny", "a model is given with --model"),
+    ("pause --for 3", "no such option: --for; see"),
+    ("status --set foo", "'foo' has no '='"),
     ("serve --porrt 1", "no such option: --porrt; did you mean --port? See"),
     ("complte", "Did you mean 'complete'? See 'nano-inference --help'"),
     ("dlq --bus x", "as 'nano-inference dlq list --bus'"),

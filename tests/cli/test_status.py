@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,7 +15,8 @@ from redis import Redis
 
 from nano_inference.cli.bus_status import BusStatus
 from nano_inference.cli.clients import of_one_model
-from nano_inference.config import STAGES, Config, RequestError
+from nano_inference.cli.running import Running, registered
+from nano_inference.config import STAGES, Config, RequestError, redact
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.pipeline.progress import progress_of
 from nano_inference.store.board import StageReport
@@ -210,6 +212,22 @@ def test_health_of_a_role(run: Run, on_nobody: str, redis_url: str) -> None:
     assert_refused(run("health", "--role", "decode", "--live"), "--role is for readiness")
     ran = run("health", "--role", "decode")
     assert ran[:2] == (1, "decode pool not ready: lane 0: no replica has the role decode\n")
+
+
+def test_a_starting_up_is_shown(run: Run, on_nobody: str, redis_url: str) -> None:
+    with registered(Running(command="up", bus=redact(redis_url), prefix=on_nobody)):
+        assert f"not ready: `up` (process {os.getpid()}) has been starting" in run("status").stdout
+
+
+def test_a_paused_idle_pipeline_is_shown(run: Run, on_nobody: str, redis_url: str) -> None:
+    loads = {"batching": {"held": "generation is paused"}}
+    reports = [report(stage, loads.get(stage, {})) for stage in STAGES]
+    with Redis.from_url(redis_url) as redis:
+        redis.xadd(Keys(on_nobody).stages, {"json": msgspec.json.encode(reports)})
+    shown = "ready, generation paused (resume with `nano-inference resume`)"
+    assert shown in run("status").stdout
+    assert shown in run("top", "--once").stdout
+    assert json.loads(run("status", "--json").stdout)["held"] == "generation is paused"
 
 
 def test_health_of_a_lane_s_progress(run: Run, on_nobody: str, redis_url: str) -> None:

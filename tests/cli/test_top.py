@@ -17,7 +17,7 @@ from nano_inference.cli.bus_status import BusStatus
 from nano_inference.cli.clients import Unreachable
 from nano_inference.cli.status import lane_table
 from nano_inference.cli.top import History, Screen, view
-from nano_inference.config import REPLICATED, STAGES, all_roles
+from nano_inference.config import REPLICATED, STAGES, RequestError, all_roles
 
 from .test_status import LOADS, look, report, rows
 
@@ -169,7 +169,8 @@ def test_keys_of_a_small_terminal() -> None:
 def test_top_reads_again_until_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can't be reached is tried again; the terminal is as before at the end."""
     main, side = pty.openpty()
-    answers: list[Any] = [Unreachable("can't reach it"), look(rate=77)]
+    away = RequestError("the bus is away", code="unavailable")  # of a gateway
+    answers: list[Any] = [Unreachable("can't reach it"), look(rate=77), away, look(rate=78)]
 
     def read() -> BusStatus:
         answer = answers.pop(0)
@@ -191,4 +192,4 @@ def test_top_reads_again_until_q(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.stdin.close()
         written = os.read(main, 1 << 16).decode()
     os.close(main)
-    assert "can't reach it; trying again" in written
+    assert "bus unreachable for 0 s, retrying: can't reach it" in written

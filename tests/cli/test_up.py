@@ -111,6 +111,23 @@ def test_a_lost_replica_is_tolerated_while_another_runs() -> None:
         processes(1).give_up("executor", error)
 
 
+async def test_without_a_stage_for_good_no_request_is_awaited() -> None:
+    processes = processes_of(load_config(env={}))
+    said: list[str] = []
+    processes._say = said.append  # type: ignore[method-assign]
+    with pytest.raises(StageFailed):
+        processes.give_up("executor", StageFailed("it failed too often"))
+    assert said == ["giving up, stopping: it failed too often"]
+    drained: list[tuple[str, bool]] = []
+
+    async def stop(role: str, limit_s: float, *, drain: bool = False) -> None:
+        drained.append((role, drain))
+
+    processes._stop = stop  # type: ignore[method-assign]
+    await processes.stop(drain=True)
+    assert drained[0] == ("admission", False)
+
+
 class Sleepers:
     """Starts a process that does nothing, instead of a stage, and stops it at once."""
 

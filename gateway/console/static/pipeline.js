@@ -89,8 +89,9 @@ function laneView(lane, earlier, seconds) {
       place(stageCard(executor, lane.stages[executor], lane), 7, index + 1), place(link(executor, "streaming"), 8, index + 1));
   });
   flow.append(place(stageCard("streaming", lane.stages.streaming, lane), 9, 1, all));
+  const held = Object.values(lane.stages).map((each) => each.load.held).find(Boolean);
   return h("section", { class: "panel lane" },
-    h("header", null, h("h2", null, `Lane ${lane.lane}`), lane.model && h("span", { class: "tag" }, lane.model), h("span", { class: `tag ${lane.ready ? "good" : "bad"}` }, lane.ready ? "ready" : "not ready"),
+    h("header", null, h("h2", null, `Lane ${lane.lane}`), lane.model && h("span", { class: "tag" }, lane.model), h("span", { class: `tag ${lane.ready ? (held ? "warn" : "good") : "bad"}` }, lane.ready ? (held ? `ready, ${held}` : "ready") : "not ready"),
       h("span", { class: "muted small" }, `epoch ${lane.epoch}${all > 1 ? `, ${all} replicas` : ""}`), !lane.ready && h("span", { class: "error small" }, lane.reason),
       lane.rivals.map((each) => h("span", { class: "tag bad" }, `two processes run ${each}`))),
     flow);
@@ -197,6 +198,7 @@ export function render(root, { signal }) {
     else {
       if (status.progress.status === "stalled") alerts.push(["bad", "Stalled", status.progress.reason]);
       else if (status.progress.reason) alerts.push(["warn", "Held", status.progress.reason]);
+      else if (status.held) alerts.push(["warn", "Held", `${status.held}${status.held.includes("paused") ? "; resume with nano-inference resume" : ""}`]);
       if (!status.ready) alerts.push(["bad", "Not ready", status.reason]);
       if (status.dead_letters) alerts.push(["warn", "Dead letters", `${number(status.dead_letters)} requests were given up; see Operations`]);
     }

@@ -14,6 +14,9 @@ const VIEWS = {
 
 const main = document.getElementById("main");
 const shared = { session: null, models: [] };
+/** Stands for the session while the gateway does not answer yet: it loads a model. */
+const STARTING = { starting: true, default_model: "", models: [], scopes: [] };
+const SOON_MS = 300;
 let leave = null;
 
 async function show(moved) {
@@ -34,7 +37,7 @@ async function show(moved) {
     if (left.signal.aborted) return;
     main.dataset.view = view;
     put(document.getElementById("side-view"));
-    await render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), query: new URLSearchParams(query), reload: begin });
+    await render(main, { ...shared, session: shared.session ?? STARTING, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), query: new URLSearchParams(query), reload: begin });
   } catch (error) {
     put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "This view failed"), error.message)));
     throw error;
@@ -42,15 +45,19 @@ async function show(moved) {
 }
 
 async function begin() {
+  const early = setTimeout(() => show(false), SOON_MS);
   try {
-    shared.session = await json("console/session");
+    const session = await json("console/session");
     shared.models = (await json("v1/models")).data;
+    shared.session = session;
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) return;
     put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "The gateway can't be reached"), error.message,
       h("button", { type: "button", onclick: begin }, "Try again"))));
     setTimeout(() => { if (!shared.session) begin(); }, 2000);
     return;
+  } finally {
+    clearTimeout(early);
   }
   document.getElementById("key-button").hidden = !shared.session.keys;
   await show(false);

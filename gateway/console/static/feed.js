@@ -121,4 +121,14 @@ export function pointOf({ at_ms: at, status }) {
   return [at, rate, status.in_flight, status.queue_length, running, total - free, total, version];
 }
 
+/** What a model does before its first answer, "tiny is loading, 45 %"; "" if it has a lane that works, or for another reason has none. */
+export function loadingOf(status, model) {
+  const lanes = (status?.lanes ?? []).filter((lane) => !lane.model || lane.model === model);
+  if (lanes.some((lane) => lane.ready)) return "";
+  const starting = lanes.flatMap((lane) => Object.entries(lane.stages)).filter(([role, { state }]) => role.startsWith("executor") && state === "starting");
+  if (!starting.length && status?.models?.[model] !== "loading") return "";
+  const shares = starting.map(([, { load }]) => load.loaded).filter((share) => share !== undefined);
+  return `${model || "The model"} is loading${shares.length ? `, ${Math.floor(Math.min(...shares) * 100)} %` : ""}`;
+}
+
 export const feed = new Feed();

@@ -6,6 +6,7 @@ import { allTurns, branch, follow, kept, newConversation, parentOf, path, titleO
 import { drawConversations } from "./conversation_list.js";
 import { confirmed, field, h, icon, ICONS, put, showDialog, toast } from "./dom.js";
 import { examplesFor, samplePicture } from "./examples.js";
+import { feed, loadingOf } from "./feed.js";
 import { readFile, save } from "./files.js";
 import { bytes } from "./format.js";
 import { bodyOf, counts, EXAMPLE_SCHEMA, EXAMPLE_TOOLS, FieldError, fieldOf, newSettings } from "./request.js";
@@ -123,6 +124,23 @@ class Playground {
     // Another tab may have gone on with this conversation.
     document.addEventListener("visibilitychange", () => { if (!document.hidden) this.#reread(); }, { signal });
     this.drawAll();
+    feed.on(() => this.#await(), signal);
+    this.#await();
+  }
+
+  /** Close the box while the model loads, and open it by itself. */
+  #await() {
+    const why = this.context.session.starting ? "The gateway is starting" : loadingOf(feed.latest?.status, this.#model(conversation.panes[0]).id);
+    const loading = this.context.session.starting && feed.latest?.status?.lanes.map((lane) => loadingOf(feed.latest.status, lane.model)).find(Boolean);
+    this.loading = loading || why;
+    const opens = this.text.disabled && !this.loading;
+    this.text.disabled = this.attach.disabled = Boolean(this.loading);
+    this.send.disabled = Boolean(this.loading) && !busy();
+    this.text.placeholder = this.loading || "Ask something";
+    const state = this.panes.querySelector(".starter .loading");
+    if (state && state.textContent !== this.loading) state.textContent = this.loading;
+    for (const each of this.panes.querySelectorAll(".starter .example")) each.disabled = Boolean(this.loading);
+    if (opens && document.activeElement === document.body) this.text.focus();
   }
 
   #build(root) {
@@ -132,12 +150,13 @@ class Playground {
     this.settings = h("aside", { class: "settings", "aria-label": "Settings of the call" });
     this.text = h("textarea", { rows: 1, "aria-label": "Your message", placeholder: "Ask something" });
     this.thumbs = h("div", { class: "thumbs", hidden: true });
+    this.refused = h("p", { class: "small error refused", role: "alert" });
     this.send = h("button", { type: "button", class: "primary" }, "Send");
     this.file = h("input", { type: "file", multiple: true, hidden: true, "aria-label": "Images or text files" });
     this.attach = h("button", { type: "button", class: "quiet icon", onclick: () => this.file.click() }, icon(ICONS.attach));
     this.hint = h("span", { class: "small muted ellipsis hint" });
     this.toEnd = h("button", { type: "button", class: "icon to-end", title: "To the end", "aria-label": "To the end", hidden: true, onclick: () => this.#scroll(true) }, icon(ICONS.end));
-    this.box = h("div", { class: "box" }, this.thumbs, this.text, h("div", { class: "row nowrap" }, this.attach, this.file, this.hint, h("span", { class: "spacer" }), this.send));
+    this.box = h("div", { class: "box" }, this.thumbs, this.refused, this.text, h("div", { class: "row nowrap" }, this.attach, this.file, this.hint, h("span", { class: "spacer" }), this.send));
     this.compare = button("Side by side", ICONS.split, () => { conversation.compare = !conversation.compare; keep(); this.drawAll(); });
     this.sheet = button("Settings", ICONS.settings, () => this.#showSheet(!this.settings.classList.contains("shown")), { class: "only-narrow", "aria-expanded": "false" });
     this.list = drawConversations({
@@ -196,6 +215,7 @@ class Playground {
     this.#drawSettings();
     this.compare.setAttribute("aria-pressed", String(conversation.compare));
     this.refresh();
+    this.#await();
     changedList();
     this.#scroll(true);
   }
@@ -227,7 +247,7 @@ class Playground {
     if (model.chat === false) return h("div", { class: "starter" }, h("h2", null, "This model takes no conversations"), h("p", { class: "muted" }, `${model.id} has no chat template; call v1/completions, or choose another model in the settings.`));
     const touch = matchMedia("(hover: none)").matches;
     return h("div", { class: "starter" },
-      h("div", null, h("h2", null, model.id ? `Talk to ${model.id}` : "Talk to the model"), h("p", { class: "muted" }, `“Tokens” under an answer shows its tokens; ${touch ? "tap one" : "point at one, or use the arrow keys,"} to see what else it could have been.`)),
+      h("div", null, h("h2", null, model.id ? `Talk to ${model.id}` : "Talk to the model"), h("p", { class: "loading", role: "status" }), h("p", { class: "muted" }, `“Tokens” under an answer shows its tokens; ${touch ? "tap one" : "point at one, or use the arrow keys,"} to see what else it could have been.`)),
       h("div", { class: "row" }, examplesFor(model).map(([prompt, more, picture]) => {
         const url = picture && samplePicture();
         return h("button", { type: "button", class: "example", onclick: () => {
@@ -359,6 +379,7 @@ class Playground {
     if (bodies.some((each) => !each)) return;
     panes.forEach((pane, index) => this.#start(pane, follow(path(pane).at(-1) ?? pane.root, turn), bodies[index]));
     this.attached = [];
+    this.refused.textContent = "";
     this.text.value = "";
     sessionStorage.removeItem("console.draft");
     this.#grow();
@@ -496,11 +517,13 @@ class Playground {
   }
 
   async #add(files) {
+    const problems = [];
     for (const each of files) {
       const found = await readFile(each, this.#takesImages());
-      if (found.problem) toast(found.problem, true);
+      if (found.problem) problems.push(found.problem);
       else this.attached.push(found);
     }
+    this.refused.textContent = problems.join("; ");
     this.refresh();
     this.text.focus();
   }

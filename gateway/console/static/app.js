@@ -72,8 +72,8 @@ function connection() {
     else if (feed.state === "lost") set("bad", "Gateway lost, trying again");
     else if (feed.state === "connecting" || !feed.latest) set("", "Connecting");
     else if (!status) set("bad", "Bus unreachable");
-    else if (status.progress.status === "stalled") set("bad", "Stalled");
     else if (!status.ready) set("bad", "Not ready");
+    else if (status.progress.status === "stalled") set("bad", "Stalled");
     else set(status.dead_letters ? "warn" : "good", status.in_flight ? "Working" : "Ready");
   };
   feed.addEventListener("state", refresh);

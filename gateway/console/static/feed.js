@@ -14,6 +14,8 @@ class Feed extends EventTarget {
   seconds = [];
   minutes = [];
   state = "connecting";
+  /** Whether the points are all that the gateway has, from its start on. */
+  whole = false;
   #stop = null;
   #read_ms = 0;
 
@@ -68,6 +70,7 @@ class Feed extends EventTarget {
     this.#read_ms = Date.now();
     const { seconds, minutes } = await json("console/history");
     const until = seconds.at(-1)?.[0] ?? 0;
+    this.whole = seconds.length > 0;
     // Empty for a key of some models, whose own points are all that there is.
     this.seconds = [...seconds, ...this.seconds.filter(([at]) => at > until)].slice(-SECONDS);
     this.minutes = minutes;

@@ -248,7 +248,7 @@ class Playground {
     const touch = matchMedia("(hover: none)").matches;
     return h("div", { class: "starter" },
       h("div", null, h("h2", null, model.id ? `Talk to ${model.id}` : "Talk to the model"), h("p", { class: "loading", role: "status" }), h("p", { class: "muted" }, `“Tokens” under an answer shows its tokens; ${touch ? "tap one" : "point at one, or use the arrow keys,"} to see what else it could have been.`)),
-      h("div", { class: "row" }, examplesFor(model).map(([prompt, more, picture]) => {
+      h("div", { class: "row" }, (this.context.session.starting ? [] : examplesFor(model)).map(([prompt, more, picture]) => {
         const url = picture && samplePicture();
         return h("button", { type: "button", class: "example", onclick: () => {
           for (const each of shownPanes()) Object.assign(each.settings, more);

@@ -10,7 +10,7 @@ import { curl, python } from "./snippets.js";
 import { TokenText } from "./tokens.js";
 import { foldedCauses } from "./waterfall.js";
 
-const FINISHES = { stop: "ended", length: "cut at the most tokens", tool_calls: "calls a tool", abort: "cancelled", content_filter: "cut by a guardrail", stopped: "stopped" };
+const FINISHES = { stop: "ended", length: "cut at max tokens", tool_calls: "calls a tool", abort: "cancelled", content_filter: "cut by a guardrail", stopped: "stopped" };
 const LEAST_MS = 50;
 const LONG = 600;
 
@@ -56,7 +56,7 @@ export function answerView(turn, pane, does) {
   const notice = h("div", { class: "notice", role: "status" });
   const actions = h("div", { class: "actions" });
   const body = h("div", { class: "message", "aria-live": "polite", "aria-busy": "true" }, fold, text.element, calls);
-  const element = h("div", { class: "message assistant" }, h("div", { class: "who" }, does.nameOf(answer.body.model)), body, notice, actions, meta, time);
+  const element = h("div", { class: "message assistant" }, h("div", { class: "who" }, does.nameOf(answer)), body, notice, actions, meta, time);
   let ended = false;
   const draw = () => {
     const streaming = !answer.done;
@@ -103,7 +103,7 @@ function facts(answer) {
   const { usage } = answer;
   const tokens = usage?.completion_tokens ?? answer.tokens.length;
   const found = [];
-  if (answer.finish) found.push(FINISHES[answer.finish] ?? answer.finish);
+  if (answer.finish) found.push((FINISHES[answer.finish] ?? answer.finish) + (answer.finish === "length" && answer.body.max_tokens ? ` (${answer.body.max_tokens})` : ""));
   if (usage) found.push(`${number(usage.prompt_tokens)} + ${number(tokens)} tokens`);
   const [first, all] = [answer.first, answer.last].map((each) => duration((each - answer.began) * 1e6));
   if (answer.first) found.push(first === all ? `after ${all}` : `first after ${first}, all after ${all}`);

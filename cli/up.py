@@ -107,11 +107,7 @@ def up(
     process, requests in flight may finish, within `pipeline.drain_timeout_s`, and all processes
     stop.
     """
-    if options.bus == "memory":
-        raise ConfigError(
-            "--bus memory is within one process, and `up` runs several; leave it out for an "
-            "embedded server, or run `nano-inference serve`"
-        )
+    _check_bus_option(options)
     if gateway == 0:
         gateway = free_port(load_config(options.config_file, overrides=options.overrides()))
     options = with_pulled(options)
@@ -142,6 +138,14 @@ def up(
         )
         stack.enter_context(registered(record("up", config, url, embedded=embedded)))
         anyio.run(_run_several if config.models else _run_one, config, arguments, environment)
+
+
+def _check_bus_option(options: Options) -> None:
+    if options.bus == "memory":
+        raise ConfigError(
+            "--bus memory is within one process, and `up` runs several; leave it out for an "
+            "embedded server, or run `nano-inference serve`"
+        )
 
 
 def _up_on_ray(config: Config, address: str, detach: bool) -> None:

@@ -82,7 +82,7 @@ def run(
     """
     kind = format_of(out, "OUT")
     if out.exists() and out.samefile(source):
-        raise ConfigError("IN and OUT are the same file")
+        raise ConfigError("IN and OUT are the same file", remedy="name another OUT")
     maker = maker_of(source, fields, text, endpoint, id_column)
     table, path = None, out.resolve()
     if kind not in JSON_LINES:

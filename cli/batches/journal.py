@@ -97,7 +97,9 @@ class Journal:
             raise _unwritable(path, error) from None
         try:
             if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                raise ConfigError(f"{path} is no file", remedy="a file is needed to go on later")
+                raise ConfigError(
+                    f"{path} is no file", remedy="name a file, by which to go on later"
+                )
             self._lock()
             self._end = self._read()
         except BaseException:

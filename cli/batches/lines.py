@@ -101,7 +101,8 @@ class RowTemplate:
             try:
                 body = msgspec.json.decode(text, type=dict[str, Any])
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"--template is no valid JSON: {error}") from None
+                why = f"--template is no valid JSON: {error}"
+                raise ConfigError(why, remedy="correct it, or write a text") from None
             found = (path for field, path in _ENDPOINTS.items() if field in body)
             self.endpoint = endpoint or next(found, CHAT)
             defaults, fill = body_of({**options}), self._filled(body)

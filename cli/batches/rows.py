@@ -57,7 +57,8 @@ def rows_of(path: Path) -> Iterator[Row]:
         else:
             yield from _parquet(path)
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror or error}") from None
+        why = f"can't read {path}: {error.strerror or error}"
+        raise ConfigError(why, remedy="give a readable file") from None
 
 
 def columns_of(path: Path) -> list[str]:
@@ -126,4 +127,6 @@ def _opened(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is no Parquet: {error}") from None
+        raise ConfigError(
+            f"{path} is no Parquet: {error}", remedy="give a file of its format"
+        ) from None

@@ -66,7 +66,8 @@ def submit(
                 file.seek(0)
             except OSError as error:
                 folder = tempfile.gettempdir()
-                raise ConfigError(f"can't write in {folder}: {error.strerror or error}") from None
+                why = f"can't write in {folder}: {error.strerror or error}"
+                raise ConfigError(why, remedy="free space, or set TMPDIR") from None
             uploaded = await client.upload(f"{source.stem}.jsonl", file)
         body = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": window}
         return str((await client.batches(body=body))["id"])
@@ -84,7 +85,7 @@ def _write_calls(maker: LineMaker, file: Any) -> str:
     for line in maker.lines():
         where = f"line {line.row.number}"
         if line.body is None:
-            raise ConfigError(f"{where}: {line.fault}")
+            raise ConfigError(f"{where}: {line.fault}", remedy="correct the line, or remove it")
         path = path or line.url
         if line.url != path:
             raise ConfigError(

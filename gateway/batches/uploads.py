@@ -67,7 +67,8 @@ class Uploads:
         record = await self._change(tenant, upload_id, Piece(part, 0))
         try:
             if len(record.pieces) > MOST_PARTS:
-                raise field_error("data", f"is one of more than {MOST_PARTS} parts")
+                why = f"is one of more than {MOST_PARTS} parts"
+                raise field_error("data", why, remedy="send larger parts")
             parts = limited(content, min(most, record.num_bytes), "the part", "bytes of the upload")
             size = await self.files.write_blob(part, parts)
             if not size:
@@ -94,7 +95,7 @@ class Uploads:
         if wrong := [each for each in part_ids if each not in sizes]:
             raise field_error("part_ids", f"has {shown(wrong[0])}", "each must be a whole part")
         if len({*part_ids}) < len(part_ids):
-            raise field_error("part_ids", "has a part twice")
+            raise field_error("part_ids", "has a part twice", remedy="name each once")
         pieces = tuple(Piece(each, sizes[each]) for each in part_ids)
         if (size := sum(piece.num_bytes for piece in pieces)) != record.num_bytes:
             why = f"has {size} bytes, and the upload was to have {record.num_bytes}"
@@ -105,7 +106,8 @@ class Uploads:
             async for content in self.files.content(whole):
                 digest.update(content)
             if digest.hexdigest() != md5.lower():
-                raise field_error("md5", f"is {shown(md5)}, and the parts have another one")
+                why = f"is {shown(md5)}, and the parts have another one"
+                raise field_error("md5", why, remedy="send the parts again")
         if not await self.files.records.change(record, whole):
             raise field_error("part_ids", "was read while a part came", remedy="send it again")
         await self.files.blobs.delete([each for each in sizes if each not in part_ids])

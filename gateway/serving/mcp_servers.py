@@ -80,7 +80,8 @@ def read_servers(path: Path, setting: str) -> dict[str, McpServer]:
     try:
         servers = msgspec.json.decode(path.read_bytes(), type=_ServerFile).mcpServers
     except OSError as error:
-        raise ConfigError(f"{setting}: can't read {path}: {error.strerror}") from None
+        why = f"{setting}: can't read {path}: {error.strerror}"
+        raise ConfigError(why, remedy="name a readable file") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{setting}: {path} has no servers: {error}",

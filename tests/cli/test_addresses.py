@@ -52,6 +52,8 @@ OTHERS = {
     "admin guardrails show, admin guardrails set",
     "of operations, in other tests": "dlq retry, dlq drop, tail, kv-events, weights roll-back",
     "of several models": "models load, models unload, models remove",
+    "of batches, in tests/cli/test_batch.py": "batch run, batch submit, batch status, batch list, "
+    "batch cancel, batch results",
 }
 """Commands that need no address, or are in other tests."""
 

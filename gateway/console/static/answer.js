@@ -10,7 +10,7 @@ import { curl, python } from "./snippets.js";
 import { TokenText } from "./tokens.js";
 import { foldedCauses } from "./waterfall.js";
 
-const FINISHES = { stop: "ended", length: "cut at the most tokens", tool_calls: "calls a tool", abort: "cancelled", content_filter: "cut by a guardrail", stopped: "stopped" };
+const FINISHES = { stop: "ended", length: "cut at max tokens", tool_calls: "calls a tool", abort: "cancelled", content_filter: "cut by a guardrail", stopped: "stopped" };
 const LEAST_MS = 50;
 const LONG = 600;
 
@@ -56,7 +56,7 @@ export function answerView(turn, pane, does) {
   const notice = h("div", { class: "notice", role: "status" });
   const actions = h("div", { class: "actions" });
   const body = h("div", { class: "message", "aria-live": "polite", "aria-busy": "true" }, fold, text.element, calls);
-  const element = h("div", { class: "message assistant" }, h("div", { class: "who" }, does.nameOf(answer.body.model)), body, notice, actions, meta, time);
+  const element = h("div", { class: "message assistant" }, h("div", { class: "who" }, does.nameOf(answer)), body, notice, actions, meta, time);
   let ended = false;
   const draw = () => {
     const streaming = !answer.done;
@@ -80,9 +80,11 @@ export function answerView(turn, pane, does) {
   };
   function drawNotice() {
     notice.className = answer.error ? "notice bad" : "notice";
-    if (answer.error) put(notice, h("p", null, answer.error, answer.code && h("code", null, ` ${answer.code}`)), answer.done && !counts(answer) && h("p", { class: "small" }, "The message and this failed answer are left out of the next call."),
+    const said = [answer.error, answer.code && h("code", null, ` ${answer.code}`)];
+    const lost = answer.code === "stream_not_found" && (answer.restarted ? `The server was restarted and ${answer.text ? "the rest of " : ""}this answer is lost. Try again.` : "The server no longer has this answer. Try again.");
+    if (answer.error) put(notice, lost ? [h("p", null, lost), h("details", { class: "small" }, h("summary", null, "Details"), said)] : h("p", null, said), answer.done && !counts(answer) && h("p", { class: "small" }, "The message and this failed answer are left out of the next call."),
       answer.done && h("div", { class: "row" }, h("button", { type: "button", onclick: () => does.edit(parentOf(pane, turn)) }, "Edit the message"), h("button", { type: "button", onclick: () => does.regenerate(turn) }, "Try again")));
-    else put(notice, answer.waiting ? "Connection lost; the answer goes on at the gateway and is picked up again …" : answer.done && !counts(answer) && "No text: the message is left out of the next call.");
+    else put(notice, answer.waiting ? "Connection lost; trying to pick up the answer …" : answer.done && !counts(answer) && "No text: the message is left out of the next call.");
     notice.hidden = !notice.textContent;
   }
   function drawActions() {
@@ -101,7 +103,7 @@ function facts(answer) {
   const { usage } = answer;
   const tokens = usage?.completion_tokens ?? answer.tokens.length;
   const found = [];
-  if (answer.finish) found.push(FINISHES[answer.finish] ?? answer.finish);
+  if (answer.finish) found.push((FINISHES[answer.finish] ?? answer.finish) + (answer.finish === "length" && answer.body.max_tokens ? ` (${answer.body.max_tokens})` : ""));
   if (usage) found.push(`${number(usage.prompt_tokens)} + ${number(tokens)} tokens`);
   const [first, all] = [answer.first, answer.last].map((each) => duration((each - answer.began) * 1e6));
   if (answer.first) found.push(first === all ? `after ${all}` : `first after ${first}, all after ${all}`);
@@ -113,7 +115,7 @@ function facts(answer) {
   const accepted = usage?.completion_tokens_details?.accepted_prediction_tokens;
   if (accepted) found.push(`${number(accepted)} drafted`);
   if (answer.version) found.push(answer.version.replace("-", " "));
-  if (answer.resumed) found.push(`resumed ${answer.resumed}×`);
+  if (answer.resumed && !answer.error) found.push(`resumed ${answer.resumed}×`);
   return found;
 }
 

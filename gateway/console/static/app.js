@@ -1,7 +1,7 @@
 // The frame: views by the address's hash, the theme, the key, and the state of the connection.
 
 import { ApiError, json, key } from "./api.js";
-import { h, put, toast } from "./dom.js";
+import { h, icon, put, toast } from "./dom.js";
 import { feed } from "./feed.js";
 import { openPalette } from "./palette.js";
 
@@ -14,6 +14,15 @@ const VIEWS = {
 
 const main = document.getElementById("main");
 const shared = { session: null, models: [] };
+/** Stands for the session while the gateway does not answer yet: it loads a model. */
+const STARTING = { starting: true, default_model: "", models: [], scopes: [] };
+const SOON_MS = 300;
+const THEMES = {
+  "": { name: "Theme: system", path: "M3 4h14v9H3zM7 16.5h6M10 13v3.5" },
+  light: { name: "Theme: light", path: "M10 7a3 3 0 100 6 3 3 0 000-6zM10 2.5v1M10 16.5v1M2.5 10h1M16.5 10h1M4.7 4.7l.7.7M14.6 14.6l.7.7M15.3 4.7l-.7.7M5.4 14.6l-.7.7" },
+  dark: { name: "Theme: dark", path: "M16 11.5A6.5 6.5 0 118.5 4a5 5 0 007.5 7.5z" },
+};
+let chooseTheme = null;
 let leave = null;
 
 async function show(moved) {
@@ -34,7 +43,7 @@ async function show(moved) {
     if (left.signal.aborted) return;
     main.dataset.view = view;
     put(document.getElementById("side-view"));
-    await render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), query: new URLSearchParams(query), reload: begin });
+    await render(main, { ...shared, session: shared.session ?? STARTING, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), query: new URLSearchParams(query), reload: begin });
   } catch (error) {
     put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "This view failed"), error.message)));
     throw error;
@@ -42,15 +51,19 @@ async function show(moved) {
 }
 
 async function begin() {
+  const early = setTimeout(() => show(false), SOON_MS);
   try {
-    shared.session = await json("console/session");
+    const session = await json("console/session");
     shared.models = (await json("v1/models")).data;
+    shared.session = session;
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) return;
     put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "The gateway can't be reached"), error.message,
       h("button", { type: "button", onclick: begin }, "Try again"))));
     setTimeout(() => { if (!shared.session) begin(); }, 2000);
     return;
+  } finally {
+    clearTimeout(early);
   }
   document.getElementById("key-button").hidden = !shared.session.keys;
   await show(false);
@@ -65,8 +78,8 @@ function connection() {
     else if (feed.state === "lost") set("bad", "Gateway lost, trying again");
     else if (feed.state === "connecting" || !feed.latest) set("", "Connecting");
     else if (!status) set("bad", "Bus unreachable");
-    else if (status.progress.status === "stalled") set("bad", "Stalled");
     else if (!status.ready) set("bad", "Not ready");
+    else if (status.progress.status === "stalled") set("bad", "Stalled");
     else set(status.dead_letters ? "warn" : "good", status.in_flight ? "Working" : "Ready");
   };
   feed.addEventListener("state", refresh);
@@ -77,15 +90,17 @@ function connection() {
 function theme() {
   const button = document.getElementById("theme-button");
   const root = document.documentElement;
-  const names = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
-  const set = (value) => {
+  chooseTheme = (value) => {
     root.dataset.chosen = value;
     try { value ? localStorage.setItem("console.theme", value) : localStorage.removeItem("console.theme"); } catch { /* not kept */ }
-    button.textContent = names[value];
+    const { name, path } = THEMES[value];
+    put(button, icon(path));
+    button.title = name;
+    button.setAttribute("aria-label", name);
     document.dispatchEvent(new Event("choose-theme"));
   };
-  button.addEventListener("click", () => set({ "": "light", light: "dark", dark: "" }[root.dataset.chosen]));
-  set(root.dataset.chosen);
+  button.addEventListener("click", () => chooseTheme({ "": "light", light: "dark", dark: "" }[root.dataset.chosen]));
+  chooseTheme(root.dataset.chosen);
 }
 
 function keys() {
@@ -115,9 +130,17 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
   openPalette([
     ...Object.entries(VIEWS).map(([name, { title }]) => ({ name: `Go to ${title}`, run: () => { location.hash = `#/${name}`; } })),
-    { name: "Change the theme", run: () => document.getElementById("theme-button").click() },
+    ...Object.entries(THEMES).map(([value, { name }]) => ({ name, run: () => chooseTheme(value) })),
   ]);
 });
+// A file that is dropped beside the chat must not be opened in its place.
+for (const name of ["dragover", "drop"]) {
+  addEventListener(name, (event) => {
+    if (event.defaultPrevented || !event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    event.dataTransfer.dropEffect = "none";
+  });
+}
 addEventListener("hashchange", () => {
   if (!shared.session) return;
   show(true);

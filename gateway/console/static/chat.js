@@ -75,11 +75,12 @@ export async function run(answer, changed, signal) {
         answer.error = error.message;
         answer.code = error.code ?? "";
         answer.param = error.param ?? "";
+        answer.restarted = error.code === "stream_not_found" && failures > 0;
         answer.done = true;
         break;
       }
       failures += 1;
-      answer.resumed += 1;
+      if (failures === 1) answer.resumed += 1;
       answer.waiting = true;
       changed();
       await again(Math.min(4000, 250 * 2 ** Math.min(failures, 5)), signal);

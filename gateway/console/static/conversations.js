@@ -51,7 +51,10 @@ function headOf(conversation) {
   return { id, updated, title: titleOf(conversation), words };
 }
 
-export const titleOf = (conversation) => conversation.title || (wordsOf(path(conversation.panes[0])[0] ?? { text: "New chat" }).trim().split("\n")[0].slice(0, 80) || "A picture or a file");
+/** The first line of a text, without Markdown's marks. */
+const plain = (text) => (text.split("\n").map((line) => line.replace(/^(\s*(>|#+\s|[-*+]\s))+|```\w*/g, "").replace(/!?\[([^\]]*)\]\([^)]*\)/g, "$1").replace(/(?<![\w*])(\*\*|~~|`|\*)(\S.*?)\1(?!\w)/g, "$2").trim()).find(Boolean) ?? "").slice(0, 80);
+
+export const titleOf = (conversation) => conversation.title || (plain(wordsOf(path(conversation.panes[0])[0] ?? { text: "New chat" })) || "A picture or a file");
 
 // --- the tree -----------------------------------------------------------------------------------
 // A turn has `children`: what has followed it, an edited or regenerated turn beside the first one. `shown` is the one shown.
@@ -82,17 +85,21 @@ export function parentOf(pane, turn) {
   return found[found.indexOf(turn) - 1] ?? pane.root;
 }
 
+/** Copy the shown turns of one side after a root, up to a turn, that one included; without one, all that are complete. */
+export function copyTurns(pane, root, last = null) {
+  let end = root;
+  const turns = path(pane);
+  const running = turns.findIndex((turn) => turn.answer && !turn.answer.done);
+  const until = last ? turns.indexOf(last) + 1 : running < 0 ? turns.length : Math.max(0, running - 1);
+  for (const { children, shown, ...own } of turns.slice(0, until)) end = follow(end, structuredClone(own));
+}
+
 /** A copy of a conversation up to a turn of one side. */
 export function branch(conversation, pane, turn) {
   const made = newConversation(conversation.panes.map((each) => each.settings));
   const side = made.panes[0];
   side.settings = structuredClone(pane.settings);
-  let end = side.root;
-  for (const each of path(pane)) {
-    const { children, shown, ...own } = each;
-    end = follow(end, structuredClone(own));
-    if (each === turn) break;
-  }
+  copyTurns(pane, side.root, turn);
   made.title = `${titleOf(conversation)} (branch)`;
   return made;
 }

@@ -14,7 +14,9 @@ const ANY = [["Explain in five sentences why the sky is blue."], ["Write a Pytho
 export function examplesFor(model) {
   const pictures = model?.images ? (model.bundled ? TINY_VISION : VISION).map(([text]) => [text, {}, true]) : [];
   const texts = model?.bundled ? (model.images ? [] : TINY) : [...ANY, ...(model?.tools ? [WEATHER] : [])];
-  return [...pictures, ...texts].slice(0, 5).map(([text, more = {}, picture = false]) => [text, more, picture]);
+  // A small model is sure of little: at temperature 0 its examples go well.
+  const fixed = model?.bundled ? { temperature: "0" } : {};
+  return [...pictures, ...texts].slice(0, 5).map(([text, more = {}, picture = false]) => [text, { ...more, ...fixed }, picture]);
 }
 
 /** A picture of three shapes, as a data URL. */

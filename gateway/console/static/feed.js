@@ -14,6 +14,8 @@ class Feed extends EventTarget {
   seconds = [];
   minutes = [];
   state = "connecting";
+  /** Whether the points are all that the gateway has, from its start on. */
+  whole = false;
   #stop = null;
   #read_ms = 0;
 
@@ -68,6 +70,7 @@ class Feed extends EventTarget {
     this.#read_ms = Date.now();
     const { seconds, minutes } = await json("console/history");
     const until = seconds.at(-1)?.[0] ?? 0;
+    this.whole = seconds.length > 0;
     // Empty for a key of some models, whose own points are all that there is.
     this.seconds = [...seconds, ...this.seconds.filter(([at]) => at > until)].slice(-SECONDS);
     this.minutes = minutes;
@@ -119,6 +122,16 @@ export function pointOf({ at_ms: at, status }) {
     }
   }
   return [at, rate, status.in_flight, status.queue_length, running, total - free, total, version];
+}
+
+/** What a model does before its first answer, "tiny is loading, 45 %"; "" if it has a lane that works, or for another reason has none. */
+export function loadingOf(status, model) {
+  const lanes = (status?.lanes ?? []).filter((lane) => !lane.model || lane.model === model);
+  if (lanes.some((lane) => lane.ready)) return "";
+  const starting = lanes.flatMap((lane) => Object.entries(lane.stages)).filter(([role, { state }]) => role.startsWith("executor") && state === "starting");
+  if (!starting.length && status?.models?.[model] !== "loading") return "";
+  const shares = starting.map(([, { load }]) => load.loaded).filter((share) => share !== undefined);
+  return `${model || "The model"} is loading${shares.length ? `, ${Math.floor(Math.min(...shares) * 100)} %` : ""}`;
 }
 
 export const feed = new Feed();

@@ -48,7 +48,7 @@ function turnOf({ role, content, reasoning_content: reasoning, tool_calls: calls
   if (role === "assistant") {
     const answer = newAnswer({});
     const made = (Array.isArray(calls) ? calls : []).map((each) => ({ id: String(each?.id ?? ""), name: String(each?.function?.name ?? ""), arguments: String(each?.function?.arguments ?? "") }));
-    return { role: "answer", answer: Object.assign(answer, { text, reasoning: isText(reasoning) ? reasoning : "", calls: made, done: true }) };
+    return { role: "answer", answer: Object.assign(answer, { text, reasoning: isText(reasoning) ? reasoning : "", calls: made, done: true, imported: true }) };
   }
   const urls = [...parts.map((each) => each?.image_url?.url), ...(Array.isArray(images) ? images : [])].filter((each) => isText(each) && each.startsWith("data:image/"));
   const texts = (Array.isArray(files) ? files : []).filter((each) => isText(each?.name) && isText(each?.text));

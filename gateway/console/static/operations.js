@@ -79,7 +79,7 @@ function models(session, signal) {
     seen = now;
   }, signal);
   const add = session.several_models && admin && h("button", { type: "button", onclick: () => addModel(draw) }, "Add a model");
-  return panel("Models", session.several_models ? "" : "one model, which stays", add, body);
+  return panel("Models", session.several_models ? "" : "one model, the same while the server runs", add, body);
 }
 
 function addModel(again) {
@@ -100,8 +100,10 @@ function adapters(session, signal) {
   async function draw() {
     const found = (await json("v1/models", { signal })).data.filter((each) => each.parent);
     put(body, found.length ? table(["Adapter", "Model", "Folder", ""], found.map((each) => h("tr", null, h("td", null, h("b", null, each.id)), h("td", null, each.parent), h("td", { class: "muted small" }, each.root || "–"),
-      h("td", null, may && h("div", { class: "row end" }, doing("Unload", async () => { await call(own(each.parent, "unload"), { method: "POST", body: { lora_name: each.id } }); await draw(); }, { class: "danger" })))))) : empty("No LoRA adapter is loaded."));
+      h("td", null, may && h("div", { class: "row end" }, doing("Unload", async () => { await call(own(each.parent, "unload"), { method: "POST", body: { lora_name: each.id } }); await draw(); }, { class: "danger" })))))) : empty(feed.latest?.status === null ? "Unknown while the bus can't be reached." : "No LoRA adapter is loaded."));
   }
+  let reached = null;
+  feed.on(({ status }) => { if (reached !== null && reached !== Boolean(status)) draw().catch(() => {}); reached = Boolean(status); }, signal);
   const own = (model, what) => `${session.several_models ? `models/${encodeURIComponent(model)}/` : ""}v1/${what}_lora_adapter`;
   draw().catch((error) => { if (!signal.aborted) put(body, empty(error.message)); });
   const load = () => {

@@ -10,7 +10,8 @@ export function openPalette(own) {
   commands.push(...own);
   const input = h("input", { type: "text", role: "combobox", "aria-expanded": "true", "aria-controls": "palette-list", "aria-label": "Command", placeholder: "Type a command or the name of a chat", autocomplete: "off", spellcheck: "false" });
   const list = h("ul", { id: "palette-list", role: "listbox", "aria-label": "Commands" });
-  const dialog = h("dialog", { class: "palette", "aria-label": "Commands", onclose: () => dialog.remove() }, input, list);
+  const none = h("p", { class: "small muted none", role: "status", hidden: true }, "nothing found");
+  const dialog = h("dialog", { class: "palette", "aria-label": "Commands", onclose: () => dialog.remove() }, input, list, none);
   let shown = [];
   let at = 0;
   const run = (command) => { dialog.close(); command.run(); };
@@ -24,6 +25,7 @@ export function openPalette(own) {
     const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
     shown = commands.filter(({ name }) => words.every((each) => name.toLowerCase().includes(each))).slice(0, 50);
     put(list, shown.map((command, place) => h("li", { id: `command-${place}`, role: "option", onclick: () => run(command), onpointermove: () => mark(place) }, h("span", { class: "ellipsis" }, command.name), command.keys && h("kbd", null, command.keys))));
+    none.hidden = shown.length > 0;
     mark(0);
   };
   input.addEventListener("input", draw);

@@ -7,6 +7,8 @@ import { feed } from "./feed.js";
 import { causeShares } from "./waterfall.js";
 
 const LATE_S = 5;
+/** From here on an epoch is a time: Redis gives them by its clock. */
+const LEAST_TIME_MS = 1e12;
 const DEEP = 256;
 
 const split = (role) => { const [stage, replica] = role.split("."); return [stage, Number(replica ?? 0)]; };
@@ -92,7 +94,7 @@ function laneView(lane, earlier, seconds) {
   const held = Object.values(lane.stages).map((each) => each.load.held).find(Boolean);
   return h("section", { class: "panel lane" },
     h("header", null, h("h2", null, `Lane ${lane.lane}`), lane.model && h("span", { class: "tag" }, lane.model), h("span", { class: `tag ${lane.ready ? (held ? "warn" : "good") : "bad"}` }, lane.ready ? (held ? `ready, ${held}` : "ready") : "not ready"),
-      h("span", { class: "muted small" }, `epoch ${lane.epoch}${all > 1 ? `, ${all} replicas` : ""}`), !lane.ready && h("span", { class: "error small" }, lane.reason),
+      h("span", { class: "muted small" }, `${lane.epoch > LEAST_TIME_MS ? `since ${clock(lane.epoch * 1e6)}` : `epoch ${lane.epoch}`}${all > 1 ? `, ${all} replicas` : ""}`), !lane.ready && h("span", { class: "error small" }, lane.reason),
       lane.rivals.map((each) => h("span", { class: "tag bad" }, `two processes run ${each}`))),
     flow);
 }
@@ -107,7 +109,7 @@ function capacity(lanes) {
   const used = total - free;
   const held = Math.max(0, used - pinned);
   const rows = [
-    meter("Batch", [[running, "var(--batching)"]], most, `${number(running)} of ${number(most)} samples running`),
+    meter("Batch", [[running, "var(--batching)"]], most, most ? `${number(running)} of ${number(most)} samples running` : `${number(running)} samples wait for an executor`),
     meter("KV on the device", [[held, "var(--executor)"], [pinned, "var(--fairness)"], [cached, "color-mix(in srgb, var(--executor) 40%, var(--panel))"]], total, `${number(used)} of ${number(total)} blocks used, ${number(cached)} cached${pinned ? `, ${number(pinned)} pinned` : ""}`),
   ];
   const snapshots = all("batching", "state_snapshots_total");
@@ -126,9 +128,9 @@ function capacity(lanes) {
   return rows;
 }
 
-function tenants(list) {
+function tenants(list, inFlight) {
   const total = list.reduce((all, each) => all + each.tokens, 0);
-  if (!list.length) return h("p", { class: "muted" }, "No tenant has used this gateway in the last minute.");
+  if (!list.length) return h("p", { class: "muted" }, inFlight ? "The requests in flight came another way: by another gateway, or by the bus. Tenants are counted where they come in." : "No tenant has used this gateway in the last minute.");
   return list.slice(0, 8).map((each) => meter(each.tenant, [[each.tokens, "var(--fairness)"]], total, `${percent(total ? each.tokens / total : 0)} · ${number(each.tokens)} tokens${each.running ? ` · ${number(each.running)} running` : ""}${each.waiting ? ` · ${number(each.waiting)} waiting` : ""}`));
 }
 
@@ -161,7 +163,7 @@ function charts(signal) {
     const times = points.map(([at]) => at / 1000);
     for (const { plot, picks } of plots) plot.update(times, picks.map((pick) => points.map((point) => point[pick] ?? null)), from / 1000, until / 1000);
     const first = points[0]?.[0];
-    const said = `${step === 1000 ? "a point a second" : "means of a minute"}, ${zone}${first && first - from > 3 * step ? `; known since ${clock(first * 1e6)}` : ""}`;
+    const said = `${step === 1000 ? "a point a second" : "means of a minute"}, ${zone}${first && first - from > 3 * step ? `; ${feed.whole ? "gateway restarted at" : "known since"} ${clock(first * 1e6)}` : ""}`;
     if (note.textContent !== said) note.textContent = said;
   }
   const element = h("section", { class: "over-time", "aria-label": "Charts" }, h("div", { class: "row" }, h("h2", null, "Over time"), h("div", { class: "chips", role: "group", "aria-label": "Range" }, chips), note), h("div", { class: "grid charts" }, plots.map(({ panel }) => panel)));
@@ -185,10 +187,19 @@ export function render(root, { signal }) {
   const spent = panel("Where the time of the last requests went");
   spent.hidden = true;
   const [plots, start] = charts(signal);
-  put(root, h("div", { class: "page" }, h("header", null, h("h1", null, "Pipeline")), banner, tiles, lanes,
-    h("div", { class: "grid" }, panel("Capacity", meters), panel("Tenants, last minute at this gateway", shares)), spent,
-    plots));
+  const asOf = h("span", { class: "muted small", role: "status" });
+  const state = h("div", { class: "state-now", hidden: true }, tiles, lanes, h("div", { class: "grid" }, panel("Capacity", meters), panel("Tenants, last minute at this gateway", shares)), spent);
+  put(root, h("div", { class: "page" }, h("header", null, h("h1", null, "Pipeline"), asOf), banner, state, plots));
   start();
+  let known_ms = 0;
+  /** Grey out what is no longer known to be so. */
+  const age = () => {
+    const old = feed.state === "lost" || !feed.latest?.status;
+    state.classList.toggle("old", old);
+    const text = old && known_ms ? `as of ${clock(known_ms * 1e6)}` : "";
+    if (asOf.textContent !== text) asOf.textContent = text;
+  };
+  feed.addEventListener("state", age, { signal });
 
   feed.on((snapshot) => {
     const { status } = snapshot;
@@ -196,10 +207,11 @@ export function render(root, { signal }) {
     const alerts = [];
     if (!status) alerts.push(["bad", "Bus unreachable", snapshot.problem]);
     else {
-      if (status.progress.status === "stalled") alerts.push(["bad", "Stalled", status.progress.reason]);
+      // Where no lane works, that is why nothing goes on.
+      if (!status.ready) alerts.push(["bad", "Not ready", status.reason]);
+      else if (status.progress.status === "stalled") alerts.push(["bad", "Stalled", status.progress.reason]);
       else if (status.progress.reason) alerts.push(["warn", "Held", status.progress.reason]);
       else if (status.held) alerts.push(["warn", "Held", `${status.held}${status.held.includes("paused") ? "; resume with nano-inference resume" : ""}`]);
-      if (!status.ready) alerts.push(["bad", "Not ready", status.reason]);
       if (status.dead_letters) alerts.push(["warn", "Dead letters", `${number(status.dead_letters)} requests were given up; see Operations`]);
     }
     const said = JSON.stringify(alerts);
@@ -208,7 +220,10 @@ export function render(root, { signal }) {
       put(banner, alerts.map(([kind, title, text]) => h("div", { class: `banner ${kind}` }, h("b", null, title), h("span", null, text))));
       banner.hidden = !alerts.length;
     }
+    if (status) known_ms = snapshot.at_ms;
+    age();
     if (!status) return;
+    state.hidden = false;
     const all = (stage, name) => status.lanes.reduce((found, lane) => found + sum(lane.stages, stage, name), 0);
     const first = status.lanes.map((lane) => lane.stages.streaming?.load).filter((load) => load?.ttft_ms_p50 !== undefined);
     put(tiles, tile("Tokens/s", number(all("streaming", "tokens_per_s"))), tile("In flight", number(status.in_flight)), tile("Waiting", number(status.waiting), snapshot.gateway.waiting ? `and ${number(snapshot.gateway.waiting)} here` : ""),
@@ -221,7 +236,7 @@ export function render(root, { signal }) {
     const times = status.lanes.map((lane) => lane.stages.streaming && causeShares(lane.stages.streaming.load)).filter(Boolean);
     spent.hidden = !times.length;
     put(spent.lastChild, times);
-    put(shares, tenants(snapshot.tenants));
+    put(shares, tenants(snapshot.tenants, status.in_flight));
   }, signal);
 }
 

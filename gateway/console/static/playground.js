@@ -2,13 +2,14 @@
 
 import { answerView, editView, exported, program, saidView } from "./answer.js";
 import { cancel, newAnswer, run } from "./chat.js";
-import { allTurns, branch, follow, kept, newConversation, parentOf, path, titleOf } from "./conversations.js";
+import { allTurns, branch, copyTurns, follow, kept, newConversation, parentOf, path, titleOf } from "./conversations.js";
 import { drawConversations } from "./conversation_list.js";
 import { confirmed, field, h, icon, ICONS, put, showDialog, toast } from "./dom.js";
 import { examplesFor, samplePicture } from "./examples.js";
+import { feed, loadingOf } from "./feed.js";
 import { readFile, save } from "./files.js";
 import { bytes } from "./format.js";
-import { bodyOf, counts, EXAMPLE_SCHEMA, EXAMPLE_TOOLS, FieldError, fieldOf, newSettings } from "./request.js";
+import { bodyOf, counts, EXAMPLE_SCHEMA, EXAMPLE_TOOLS, FieldError, fieldOf, newSettings, setOf } from "./request.js";
 import { settingsForm } from "./settings.js";
 import { hideTip } from "./tokens.js";
 
@@ -22,6 +23,9 @@ let heads = [];
 const running = new Map(); // answer → {stop, conversation}
 let redraw = () => {};
 let changedList = () => {};
+const attached = new Map(); // a conversation's id → the files of the message that is not sent yet
+
+const draftOf = (id) => `console.draft.${id}`;
 
 const fresh = () => newConversation([newSettings(), newSettings()]);
 
@@ -98,7 +102,8 @@ export async function render(root, context) {
     heads = await kept.list();
     let last = null;
     try { last = sessionStorage.getItem(CURRENT); } catch { /* as above */ }
-    show((last && (await opened(last))) || fresh());
+    // One without turns is not stored; its draft is.
+    show((last && (await opened(last))) || Object.assign(fresh(), last && { id: last }));
     if (context.signal.aborted) return;
   }
   new Playground(root, context);
@@ -107,7 +112,6 @@ export async function render(root, context) {
 class Playground {
   constructor(root, context) {
     this.context = context;
-    this.attached = [];
     this.views = new Map();
     this.dirty = new Set();
     this.problems = new WeakMap();
@@ -123,6 +127,23 @@ class Playground {
     // Another tab may have gone on with this conversation.
     document.addEventListener("visibilitychange", () => { if (!document.hidden) this.#reread(); }, { signal });
     this.drawAll();
+    feed.on(() => this.#await(), signal);
+    this.#await();
+  }
+
+  /** Close the box while the model loads, and open it by itself. */
+  #await() {
+    const why = this.context.session.starting ? "The gateway is starting" : loadingOf(feed.latest?.status, this.#model(conversation.panes[0]).id);
+    const loading = this.context.session.starting && feed.latest?.status?.lanes.map((lane) => loadingOf(feed.latest.status, lane.model)).find(Boolean);
+    this.loading = loading || why;
+    const opens = this.text.disabled && !this.loading;
+    this.text.disabled = this.attach.disabled = Boolean(this.loading);
+    this.send.disabled = Boolean(this.loading) && !busy();
+    this.text.placeholder = this.loading || "Ask something";
+    const state = this.panes.querySelector(".starter .loading");
+    if (state && state.textContent !== this.loading) state.textContent = this.loading;
+    for (const each of this.panes.querySelectorAll(".starter .example")) each.disabled = Boolean(this.loading);
+    if (opens && document.activeElement === document.body) this.text.focus();
   }
 
   #build(root) {
@@ -132,13 +153,15 @@ class Playground {
     this.settings = h("aside", { class: "settings", "aria-label": "Settings of the call" });
     this.text = h("textarea", { rows: 1, "aria-label": "Your message", placeholder: "Ask something" });
     this.thumbs = h("div", { class: "thumbs", hidden: true });
+    this.given = h("p", { class: "small muted given" });
+    this.refused = h("p", { class: "small error refused", role: "alert" });
     this.send = h("button", { type: "button", class: "primary" }, "Send");
     this.file = h("input", { type: "file", multiple: true, hidden: true, "aria-label": "Images or text files" });
     this.attach = h("button", { type: "button", class: "quiet icon", onclick: () => this.file.click() }, icon(ICONS.attach));
     this.hint = h("span", { class: "small muted ellipsis hint" });
     this.toEnd = h("button", { type: "button", class: "icon to-end", title: "To the end", "aria-label": "To the end", hidden: true, onclick: () => this.#scroll(true) }, icon(ICONS.end));
-    this.box = h("div", { class: "box" }, this.thumbs, this.text, h("div", { class: "row nowrap" }, this.attach, this.file, this.hint, h("span", { class: "spacer" }), this.send));
-    this.compare = button("Side by side", ICONS.split, () => { conversation.compare = !conversation.compare; keep(); this.drawAll(); });
+    this.box = h("div", { class: "box" }, this.given, this.thumbs, this.refused, this.text, h("div", { class: "row nowrap" }, this.attach, this.file, this.hint, h("span", { class: "spacer" }), this.send));
+    this.compare = button("Side by side", ICONS.split, () => this.#compare());
     this.sheet = button("Settings", ICONS.settings, () => this.#showSheet(!this.settings.classList.contains("shown")), { class: "only-narrow", "aria-expanded": "false" });
     this.list = drawConversations({
       open: (id) => this.#open(id), fresh: () => this.#fresh(), about: (id) => this.#about(id),
@@ -150,8 +173,8 @@ class Playground {
       this.panes, h("div", { class: "composer" }, this.toEnd, this.box), this.settings);
     put(root, element);
     put(document.getElementById("side-view"), this.list.element);
-    this.text.value = sessionStorage.getItem("console.draft") ?? "";
-    this.text.addEventListener("input", () => { this.#grow(); sessionStorage.setItem("console.draft", this.text.value); });
+    this.#showDraft();
+    this.text.addEventListener("input", () => this.#keepDraft());
     this.text.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (!busy()) this.#act(); }
       const said = path(shownPanes()[0]).findLast((turn) => turn.role === "user");
@@ -164,6 +187,30 @@ class Playground {
     this.file.addEventListener("change", () => { this.#add([...this.file.files]); this.file.value = ""; });
     this.send.addEventListener("click", () => this.#act());
     this.settings.addEventListener("keydown", (event) => { if (event.key === "Escape" && this.settings.classList.contains("shown")) { event.stopPropagation(); this.#showSheet(false); this.sheet.focus(); } });
+  }
+
+  // --- what is not sent yet, of each chat ---
+
+  get attached() {
+    if (!attached.has(conversation.id)) attached.set(conversation.id, []);
+    return attached.get(conversation.id);
+  }
+
+  #showDraft() {
+    this.text.value = sessionStorage.getItem(draftOf(conversation.id)) ?? "";
+    this.refused.textContent = "";
+    this.#grow();
+  }
+
+  #keepDraft() {
+    this.#grow();
+    if (this.text.value) sessionStorage.setItem(draftOf(conversation.id), this.text.value);
+    else sessionStorage.removeItem(draftOf(conversation.id));
+  }
+
+  #forget(id) {
+    attached.delete(id);
+    sessionStorage.removeItem(draftOf(id));
   }
 
   // --- what is served ---
@@ -184,7 +231,7 @@ class Playground {
     hideTip();
     const does = {
       session: this.context.session,
-      nameOf: (model) => model || this.context.session.default_model || "assistant",
+      nameOf: (answer) => (answer.imported ? "imported" : answer.body.model || this.context.session.default_model || "assistant"),
       keep: () => keep(),
       changed: () => { keep(); this.drawAll(); },
       edit: (turn) => this.#edit(turn),
@@ -196,6 +243,7 @@ class Playground {
     this.#drawSettings();
     this.compare.setAttribute("aria-pressed", String(conversation.compare));
     this.refresh();
+    this.#await();
     changedList();
     this.#scroll(true);
   }
@@ -205,7 +253,7 @@ class Playground {
     const element = h("section", { class: "pane", tabindex: 0, "aria-label": conversation.compare ? SIDES[index] : "Conversation" }, inner);
     element.stuck = true;
     element.addEventListener("scroll", () => { element.stuck = element.scrollHeight - element.scrollTop - element.clientHeight < 60; this.#showEnd(); }, { passive: true });
-    if (conversation.compare) inner.append(h("div", { class: "pane-head" }, h("span", { class: "tag accent" }, SIDES[index]), h("span", null, does.nameOf(pane.settings.model)), h("span", null, `temperature ${pane.settings.temperature || "1"}`)));
+    if (conversation.compare) inner.append(h("div", { class: "pane-head" }, h("span", { class: "tag accent" }, SIDES[index]), h("span", null, does.nameOf({ body: pane.settings })), h("span", null, `temperature ${pane.settings.temperature || "1"}`)));
     const turns = path(pane);
     if (!turns.length) inner.append(index === 0 ? this.#starter(pane) : h("p", { class: "muted" }, "The same message goes to both sides; the settings are each side's own."));
     for (const turn of turns) {
@@ -227,8 +275,8 @@ class Playground {
     if (model.chat === false) return h("div", { class: "starter" }, h("h2", null, "This model takes no conversations"), h("p", { class: "muted" }, `${model.id} has no chat template; call v1/completions, or choose another model in the settings.`));
     const touch = matchMedia("(hover: none)").matches;
     return h("div", { class: "starter" },
-      h("div", null, h("h2", null, model.id ? `Talk to ${model.id}` : "Talk to the model"), h("p", { class: "muted" }, `“Tokens” under an answer shows its tokens; ${touch ? "tap one" : "point at one, or use the arrow keys,"} to see what else it could have been.`)),
-      h("div", { class: "row" }, examplesFor(model).map(([prompt, more, picture]) => {
+      h("div", null, h("h2", null, model.id ? `Talk to ${model.id}` : "Talk to the model"), h("p", { class: "loading", role: "status" }), h("p", { class: "muted" }, `“Tokens” under an answer shows its tokens; ${touch ? "tap one" : "point at one, or use the arrow keys,"} to see what else it could have been.`)),
+      h("div", { class: "row" }, (this.context.session.starting ? [] : examplesFor(model)).map(([prompt, more, picture]) => {
         const url = picture && samplePicture();
         return h("button", { type: "button", class: "example", onclick: () => {
           for (const each of shownPanes()) Object.assign(each.settings, more);
@@ -245,6 +293,7 @@ class Playground {
     const changed = (name) => {
       if (name === "format" && pane.settings.format === "json_schema") pane.settings.schema ||= EXAMPLE_SCHEMA;
       keep();
+      this.refresh();
       if (!redrawing.includes(name)) return;
       const focused = document.activeElement?.dataset.setting;
       if (name === "model") this.drawAll();
@@ -282,11 +331,20 @@ class Playground {
     const what = images ? "Add images or text files" : "Add text files";
     this.attach.title = what;
     this.attach.setAttribute("aria-label", what);
-    this.hint.textContent = conversation.compare ? "Goes to both sides" : `${this.#model(conversation.panes[0]).id || "the default model"} · Enter sends, Shift+Enter breaks the line, Ctrl+K has all commands`;
+    this.hint.textContent = working ? "Esc stops" : conversation.compare ? "Goes to both sides" : `${this.#model(conversation.panes[0]).id || "the default model"} · Enter sends, Shift+Enter breaks the line, Ctrl+K has all commands`;
+    const given = [...new Set(shownPanes().flatMap((pane) => setOf(pane.settings)))];
+    put(this.given, given.length > 0 && [given.join(" · "), h("button", { type: "button", class: "quiet small", onclick: () => this.#reset() }, "Reset")]);
     this.thumbs.hidden = !this.attached.length;
     put(this.thumbs, this.attached.map((each, index) => h("div", { class: "thumb" },
       each.url ? h("img", { src: each.url, alt: each.name }) : h("span", { class: "tag" }, `${each.name} · ${bytes(each.text.length)}`),
       h("button", { type: "button", "aria-label": `Remove ${each.name}`, onclick: () => { this.attached.splice(index, 1); this.refresh(); } }, "×"))));
+  }
+
+  #reset() {
+    for (const pane of shownPanes()) Object.assign(pane.settings, { system: "", max_tokens: "", stop: "" });
+    keep();
+    this.drawAll();
+    this.text.focus();
   }
 
   /** Draw what has come of an answer, at most once a frame, and less often where drawing takes long. */
@@ -358,10 +416,10 @@ class Playground {
     const bodies = panes.map((pane) => this.#attempt(pane, () => bodyOf(pane.settings, [...path(pane), turn])));
     if (bodies.some((each) => !each)) return;
     panes.forEach((pane, index) => this.#start(pane, follow(path(pane).at(-1) ?? pane.root, turn), bodies[index]));
-    this.attached = [];
+    attached.delete(conversation.id);
+    this.refused.textContent = "";
     this.text.value = "";
-    sessionStorage.removeItem("console.draft");
-    this.#grow();
+    this.#keepDraft();
     this.drawAll();
   }
 
@@ -414,9 +472,19 @@ class Playground {
   #branch(turn) {
     show(branch(conversation, this.#paneOf(turn), turn));
     keep(conversation, 0);
+    this.#showDraft();
     this.drawAll();
     toast("This is the branch; the chat that it comes from is in the list");
     this.text.focus();
+  }
+
+  /** Show one side or two; an empty right side begins with what was said on the left one. */
+  #compare() {
+    conversation.compare = !conversation.compare;
+    const [left, right] = conversation.panes;
+    if (conversation.compare && !path(right).length) copyTurns(left, right.root);
+    keep();
+    this.drawAll();
   }
 
   #fresh() {
@@ -424,6 +492,7 @@ class Playground {
     show(newConversation(conversation.panes.map((each) => own(each.settings))));
     this.editing = null;
     this.list.close();
+    this.#showDraft();
     this.drawAll();
     this.text.focus();
   }
@@ -434,6 +503,7 @@ class Playground {
     show(found);
     this.editing = null;
     this.list.close();
+    this.#showDraft();
     this.drawAll();
   }
 
@@ -473,6 +543,7 @@ class Playground {
     stopAll(found);
     clearTimeout(waits.get(found.id));
     await kept.remove(found.id);
+    this.#forget(found.id);
     heads = await kept.list();
     if (found.id === conversation.id) this.#fresh();
     else changedList();
@@ -481,7 +552,7 @@ class Playground {
   async #removeAll() {
     if (!(await confirmed("Delete all chats?", `${heads.length} are kept in this browser only.`, "Delete all"))) return;
     for (const { conversation: each } of [...running.values()]) stopAll(each);
-    for (const { id } of heads) { clearTimeout(waits.get(id)); await kept.remove(id); }
+    for (const { id } of heads) { clearTimeout(waits.get(id)); this.#forget(id); await kept.remove(id); }
     heads = [];
     this.#fresh();
   }
@@ -492,15 +563,18 @@ class Playground {
     for (const each of messages) end = follow(end, each);
     show(made);
     keep(made, 0);
+    this.#showDraft();
     this.drawAll();
   }
 
   async #add(files) {
+    const problems = [];
     for (const each of files) {
       const found = await readFile(each, this.#takesImages());
-      if (found.problem) toast(found.problem, true);
+      if (found.problem) problems.push(found.problem);
       else this.attached.push(found);
     }
+    this.refused.textContent = problems.join("; ");
     this.refresh();
     this.text.focus();
   }
@@ -526,7 +600,7 @@ class Playground {
       { name: "Search the chats", run: () => this.list.focus() },
       { name: "Code of this chat: curl, Python, JSON", run: () => this.#code() },
       last && { name: "Rename, export or delete this chat", run: () => this.#about(conversation.id) },
-      { name: conversation.compare ? "One side" : "Side by side", run: () => this.compare.click() },
+      { name: conversation.compare ? "One side" : "Side by side", run: () => this.#compare() },
       ...models.map((each) => ({ name: `Model: ${each.id}`, run: () => { for (const pane of shownPanes()) pane.settings.model = each.id; keep(); this.drawAll(); } })),
       ...heads.slice(0, 200).map((each) => ({ name: `Chat: ${each.title}`, run: () => this.#open(each.id) })),
     ].filter(Boolean);

@@ -78,6 +78,9 @@ export function bodyOf(settings, turns) {
   return body;
 }
 
+/** What a call has that a user may have forgotten, in words. */
+export const setOf = ({ system, max_tokens, stop }) => [system.trim() && "system prompt", max_tokens.trim() && `max ${max_tokens.trim()} tokens`, stop.trim() && "stop strings"].filter(Boolean);
+
 /** The same call as a program makes it: without what only this page shows. */
 export function programOf(body) {
   const { logprobs, top_logprobs, return_weight_versions, ...rest } = body;

@@ -15,6 +15,9 @@ const ended = (each) => (each.ended_ns || Date.now() * 1e6) - each.arrived_ns;
 /** How a request ended: its finish, or its error. */
 const ending = (each) => (each.code ? `${each.status || ""} ${each.code}`.trim() : each.finish || each.state);
 
+/** Its tokens; null where they are not known yet, as of a call that is not streamed until it ends. */
+const tokensOf = (each) => (each.state === "refused" || (!each.ended_ns && !each.first_ns) ? null : number(each.completion_tokens));
+
 /** The columns of the list: a name, which is the class of its cells too, a title, what they show. */
 const COLUMNS = [
   ["at", "arrived", (each) => clock(each.arrived_ns)],
@@ -23,7 +26,7 @@ const COLUMNS = [
   ["model", "model", (each) => each.model || "–", (each) => each.model],
   ["text", "prompt and answer", (each) => [h("b", null, tail(each.prompt) || "–"), h("span", null, each.code ? each.message : each.answer)]],
   ["end", "end", ending, ending],
-  ["tokens right", "tokens", (each) => (each.state === "refused" ? "–" : number(each.completion_tokens))],
+  ["tokens right", "tokens", (each) => tokensOf(each) ?? "–"],
   ["first right", "first", (each) => (each.first_ns ? duration(each.first_ns - each.arrived_ns) : "–")],
   ["time right", "time", (each) => duration(ended(each))],
   ["cause", "mostly", (each) => (each.cause ? causeName(each.cause) : "–")],
@@ -34,7 +37,7 @@ function drawRow(each, index, chosen, narrow) {
   const cell = (name, content, title) => h("div", { class: name, role: "gridcell", title: title || undefined }, content);
   const bad = group(each.state) === "failed" || each.state === "refused" ? " error" : "";
   const cells = narrow
-    ? [cell("text", COLUMNS[4][2](each)), cell(`end muted${bad}`, [ending(each), each.model, each.state !== "refused" && `${number(each.completion_tokens)} tokens`, duration(ended(each))].filter(Boolean).join(" · "))]
+    ? [cell("text", COLUMNS[4][2](each)), cell(`end muted${bad}`, [ending(each), each.model, tokensOf(each) && `${tokensOf(each)} tokens`, duration(ended(each))].filter(Boolean).join(" · "))]
     : COLUMNS.map(([name, , show, title]) => cell(name === "end" ? name + bad : name, show(each), title?.(each)));
   return h("div", { class: "list-row", role: "row", id: `row-${each.number}`, "aria-rowindex": index + 2, "aria-selected": String(chosen), data: { index } }, cell("state", dot), cells);
 }
@@ -191,7 +194,7 @@ function details(found, close, session, remedy) {
   const time = usage.time;
   const facts = [
     ["arrived", dateTime(request.arrived_ns)], ["model", request.model || "–"], ["tenant", request.tenant || "unknown"], request.client && ["from", request.client],
-    request.state !== "refused" && ["tokens", `${number(request.prompt_tokens)} in, ${number(request.completion_tokens)} out${request.cached_tokens ? `, ${number(request.cached_tokens)} from the prefix cache` : ""}`],
+    request.state !== "refused" && ["tokens", `${number(request.prompt_tokens)} in, ${tokensOf(request) ?? "–"} out${request.cached_tokens ? `, ${number(request.cached_tokens)} from the prefix cache` : ""}`],
     request.first_ns && ["first token", `after ${duration(request.first_ns - request.arrived_ns)}`],
     request.versions && ["weights", request.versions[0] === request.versions[1] ? `version ${request.versions[0]}` : `versions ${request.versions[0]} to ${request.versions[1]}`],
     detail.samples?.some((each) => each.drafted) && ["drafted", `${number(detail.samples.reduce((all, each) => all + each.accepted, 0))} of ${number(detail.samples.reduce((all, each) => all + each.drafted, 0))} tokens accepted`],

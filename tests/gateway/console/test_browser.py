@@ -349,6 +349,34 @@ async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(
         assert len(engine.requests) == 1, "it ran once"
 
 
+# A restarted server has no stream that its memory had.
+FORGETS = """const fetched = window.fetch;
+window.fetch = (url, options) => String(url).includes("v1/streams/")
+    ? Promise.resolve(new Response('{"error": {"code": "stream_not_found", "message": "no"}}',
+        { status: 404 }))
+    : fetched(url, options);"""
+
+
+@pytest.mark.soak(only=True)
+async def test_an_answer_that_a_restarted_server_has_lost_says_so(
+    browser: Any, engine: FakeEngine
+) -> None:
+    async with (
+        gateway(engine) as (url, _, server),
+        console(browser, url) as page,
+    ):
+        await page.page.add_init_script(FORGETS)
+        await page.open()
+        engine.hold()
+        await page.send("Hello")
+        await page.page.wait_for_function(HAS, arg="stream")
+        for each in list(server.connections._all):
+            each.transport.abort()
+        await page.page.wait_for_selector(".notice.bad:has-text('The server was restarted')")
+        assert await page.page.locator(".meta:has-text('resumed')").count() == 0
+        engine.go()
+
+
 FITS = """async searches => {
     const { matcher } = await import("./static/filter.js");
     const request = {state: "error", tenant: "acme", model: "tiny", id: "r", name: "r",

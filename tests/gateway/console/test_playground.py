@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference.bus.public import CompletionSample, GenerateRequest, Output, TokenLogprob
 
-from ..fake import chunk, completion
+from ..fake import chunk, completion, report
 from ..sampled import WORDS
 from .pages import chromium, console, needs_chromium
 from .test_browser import ConsoleEngine, gateway, speaking
@@ -164,4 +164,52 @@ async def test_the_keyboard_sends_stops_begins_anew_and_opens_the_palette() -> N
         assert await page.violations() == []
         await tab.keyboard.press("Enter")
         await tab.wait_for_selector(".user:has-text('Hello')")
+        assert page.said == []
+
+
+async def test_the_box_opens_by_itself_when_the_model_is_loaded() -> None:
+    engine = ConsoleEngine(speaking("It is sunny."))
+    engine.stage_reports = [report(stage="executor", state="starting", load={"loaded": 0.45})]
+    async with (
+        gateway(engine) as (url, _, _),
+        chromium() as browser,
+        console(browser, url) as page,
+    ):
+        tab = page.page
+        await page.open()
+        await tab.wait_for_selector("textarea:disabled[placeholder='tiny is loading, 45 %']")
+        assert await page.violations() == []
+        engine.stage_reports = [report(stage="executor")]
+        await tab.wait_for_selector(".composer textarea:enabled:focus")
+        assert page.said == []
+
+
+async def test_each_chat_has_its_own_draft_and_the_right_side_begins_with_the_left() -> None:
+    async with (
+        gateway(ConsoleEngine(speaking("It is sunny."))) as (url, _, _),
+        chromium() as browser,
+        console(browser, url) as page,
+    ):
+        tab = page.page
+        box = tab.get_by_label("Your message")
+        await page.open()
+        await page.send("- **Hello** `you`")
+        await page.answered()
+        await tab.get_by_label("Max tokens").fill("5")
+        await tab.wait_for_selector(".given:has-text('max 5 tokens')")
+        await box.fill("half a message")
+        file: Any = {"name": "a.md", "mimeType": "", "buffer": b"notes"}
+        await tab.set_input_files(".composer input[type=file]", file)
+        await tab.wait_for_selector(".thumb")
+        await tab.click("header button:has-text('New chat')")
+        await tab.wait_for_selector(".thumb", state="detached")
+        assert await box.input_value() == ""
+        await tab.click("button:text-is('Reset')")
+        assert await tab.get_by_label("Max tokens").input_value() == ""
+        await tab.click(".chat-row button:text-is('Hello you')")
+        await tab.wait_for_selector(".thumb")
+        assert await box.input_value() == "half a message"
+        await tab.click("header button:has-text('Side by side')")
+        await tab.wait_for_selector("[aria-label=Right] .md:has-text('It is sunny.')")
+        assert await page.violations() == []
         assert page.said == []

@@ -147,7 +147,11 @@ def _servers(services: Services, wanted: ResponseCall) -> list[_Wanted]:
         tool = read_part(each, McpTool, place)
         label, headers = tool.server_label, dict(tool.headers or {})
         if label in found:
-            raise field_error(f"{place}.server_label", f"{shown(label)} is named twice")
+            raise field_error(
+                f"{place}.server_label",
+                f"{shown(label)} is named twice",
+                remedy="name each server once",
+            )
         if tool.authorization:
             headers["Authorization"] = f"Bearer {tool.authorization}"
         if tool.server_url is not None:
@@ -254,7 +258,7 @@ class _Run:
                 raise field_error(
                     f"{place}.allowed_tools",
                     f": the servers have more than {config.max_tools} tools (mcp.max_tools); "
-                    "allow fewer",
+                    "name fewer",
                 )
             self._offered[label] = _Offered(tool, connection, tools)
 
@@ -368,6 +372,7 @@ class _Run:
             raise field_error(
                 "tool_choice",
                 f": there is no server {shown(chosen.server_label)} among the call's tools",
+                remedy="add it, or name another",
             )
         names = list(offered.tools) if chosen.name is None else [chosen.name]
         space = {"type": "function", "namespace": chosen.server_label}

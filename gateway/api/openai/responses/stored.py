@@ -347,7 +347,7 @@ def check_streams(record: ResponseRecord) -> None:
     if record.answer is not None:
         raise field_error(
             "stream",
-            ": the events of a response with tools of MCP servers are sent once; retrieve "
+            ": the events of a response with tools of MCP servers are sent once; read "
             f"{record.id} without stream",
             code="unsupported",
         )

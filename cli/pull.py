@@ -111,8 +111,8 @@ def with_pulled(options: Options) -> Options:
             return options
         if not (on_terminal and typer.confirm(question, True, err=True)):
             raise ModelError(
-                f"--model {name}: it is not on this machine; run `nano-inference pull {name}` first, "
-                "then this name suffices"
+                f"--model {name}: it is not on this machine; run `nano-inference "
+                f"pull {name}` first, then this name suffices"
             )
         pull(name)
     named = () if replace(options, model=None).config().engine.model_id else (name,)

@@ -133,9 +133,8 @@ def up(
         anyio.run(_check_bus, config)  # so that one process complains, and not five
         if not (embedded or take_over):
             anyio.run(refuse_if_served, config.bus, all_roles(config.pipeline.replicas))
-        url = (
-            url_of(config, config.gateway.port or DEFAULT_PORT) if config.gateway.listens else None
-        )
+        port = config.gateway.port or DEFAULT_PORT
+        url = url_of(config, port) if config.gateway.listens else None
         stack.enter_context(registered(record("up", config, url, embedded=embedded)))
         anyio.run(_run_several if config.models else _run_one, config, arguments, environment)
 

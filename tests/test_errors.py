@@ -45,7 +45,7 @@ LIMIT = re.compile(
 # the place and the kind of value that it expected, or a variable of one of these names.
 WHOLE = re.compile(
     r"\.message\}|\b(?:nearest|told_of|missing_model|_why)\(|, line \{"
-    r"|\b(?:advice|remedy|why|wrong|reason|message|trouble|change|may_be|likely|there|end|limit)\}"
+    r"|\b(?:advice|remedy|why|wrong|reason|message|trouble|change|may_be|likely|there|end|limit|instead)\}"
     r"|^\{path\}: \{error\}|^\{param\}\{rest"
     r"|(?:no JSON object|not valid YAML|can't be used): \{\w+\}"
     r"|^\{(?:\w+\.)?(?:error|removed)\}(?: \(rank \{rank\}\))?$"

@@ -183,7 +183,7 @@ WRONG = [
     ("gateway --model /no/model", "/no/model"),
     ("up --model /no/model", "/no/model"),
     ("demo --set engine.model_path=/no/model", "/no/model"),
-    ("serve --model org/name-0.5B", "fetch it with `nano-inference pull org/name-0.5B`"),
+    ("serve --model org/name-0.5B", "run `nano-inference pull org/name-0.5B`"),
     ("serve --set engine.model_path=/no/model", "engine.model_path /no/model"),
 ]
 
@@ -224,7 +224,7 @@ def test_a_pulled_model_is_found_by_its_name(
     pulled.mkdir(parents=True)
     assert_refused(run("serve", "org/name"), f"{pulled} is a folder without config.json")
     assert "org/name" in run("list").stdout
-    assert_refused(run("serve", "org/other"), "fetch it with `nano-inference pull org/other`")
+    assert_refused(run("serve", "org/other"), "run `nano-inference pull org/other`")
     assert_refused(run("run", "--model", "org/name"), f"it was pulled to {pulled}")
 
 

@@ -186,6 +186,7 @@ def test_the_makers_advice_comes_from_generation_config(tmp_path: Path) -> None:
 def test_without_advice_the_defaults_change_nothing(tmp_path: Path) -> None:
     assert default_sampling_params(tmp_path) == SamplingParams()
     assert advise(tmp_path, temperature=None, top_k=None, do_sample=None) == SamplingParams()
+    assert advise(tmp_path, top_k=-1) == SamplingParams()
 
 
 def test_do_sample_false_is_greedy_whatever_else_stands_there(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_do_sample_false_is_greedy_whatever_else_stands_there(tmp_path: Path) ->
         ("temperature", math.nan),
         ("temperature", True),
         ("top_k", 2.5),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_p", 0),
         ("top_p", 1.1),
         ("min_p", [0.1]),
@@ -225,7 +226,8 @@ AT_THE_EDGES = [edge * nudge for edge in EDGES for nudge in (1, 0.99, 1.01)] + [
 def test_advice_is_followed_exactly_where_admission_takes_it(tmp_path: Path, name: str) -> None:
     taken = []
     for value in AT_THE_EDGES:
-        if name == "top_k" and not isinstance(value, int):
+        # Of generation_config.json -1 is off, as in Python.
+        if name == "top_k" and (not isinstance(value, int) or value == -1):
             continue
         try:
             check_sampling(replace(SamplingParams(), **{name: value}), vocab_size=100)

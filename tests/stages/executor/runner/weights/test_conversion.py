@@ -111,7 +111,7 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     model = make_model("mixtral", seed=2)
     tensors = checkpoint("mixtral", tmp_path)
     strange = {**tensors, "model.layers.0.block_sparse_moe.nonsense": torch.ones(1)}
-    with pytest.raises(WeightsError, match="1 tensors that the model does not have"):
+    with pytest.raises(WeightsError, match="1 tensor that the model does not have"):
         WeightSyncManager(model).sync_blocking(strange)
     with pytest.raises(WeightsError, match="tensors that the model does not have"):
         WeightSyncManager(model).sync_blocking(checkpoint("gemma2", tmp_path / "other"))

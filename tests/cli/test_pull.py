@@ -361,7 +361,7 @@ def test_bad_sources_are_refused(run: Run, to: Path, arguments: list[str], words
 
 
 def test_serve_takes_the_name_of_a_model_that_is_here(run: Run) -> None:
-    assert_refused(run("serve", "org/name"), "pull org/name`, then this name suffices")
+    assert_refused(run("serve", "org/name"), "pull org/name` first, then this name suffices")
     assert_refused(
         run("serve", "--model", ""), "--model is empty (did the command before it fail?)"
     )

@@ -427,18 +427,19 @@ async def spread_faults(
     """Hit all targets in turn, each round in a random order, spread over the load.
 
     Three quarters of the faults wait for `calm`, if given: recovery from the last one. Requests
-    begin as faults are done, so that the last fault finds some in flight.
+    begin right before each fault, so that it finds some in flight however fast the machine is.
     """
     spread = max(0, len(load.requests) - load.concurrency)
     plan: list[str] = []
     while len(plan) < kills:
         plan += rng.sample(targets, len(targets))
     for number, target in enumerate(plan[:kills]):
-        await load.allow(load.concurrency + spread * (number + 1) // kills)
+        await load.allow(load.concurrency + spread * number // kills)
         await load.until(spread * number // kills + 1)
         if calm is not None and rng.random() < 0.75:
             await calm.wait()
         await asyncio.sleep(rng.uniform(0, 0.3))
+        await load.allow(load.concurrency + spread * (number + 1) // kills)
         await hit(target)
 
 

@@ -16,7 +16,7 @@ from . import short_model
 pytestmark = pytest.mark.slow
 
 
-HTTP_EVERY_DAY: dict[str, Any] = {"requests": 14, "kills": 7, "concurrency": 7, "longest": 30}
+HTTP_EVERY_DAY: dict[str, Any] = {"requests": 21, "kills": 7, "concurrency": 7, "longest": 30}
 HTTP_SOAK: dict[str, Any] = {"requests": 200, "kills": 20, "concurrency": 24, "longest": 120}
 
 

@@ -6,7 +6,7 @@ import gc
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from io import BytesIO
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -536,15 +536,26 @@ class EventStream(Response):
                 elif anyio.current_time() >= sent_at + every_s:
                     await send_part(self._comment)
 
-        with suppress(ClientLeft):
-            async with connected(partial(_left, receive)):
-                async with task_group() as group:
-                    if self._comment_s is not None:
-                        group.start_soon(comment, self._comment_s)
-                    await self.produce(send_event)
-                    group.cancel_scope.cancel()
-                await begin()
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            await _left(receive)
+            left = True
+            group.cancel_scope.cancel()
+
+        async with task_group() as group:
+            group.start_soon(watch)
+            if self._comment_s is not None:
+                group.start_soon(comment, self._comment_s)
+            try:
+                await self.produce(send_event)
+            except ClientLeft:
+                left = True
+            group.cancel_scope.cancel()
+        if not left:
+            await begin()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _head(self, event_id: str, name: str) -> bytes:
         """Return the lines of an event before its data, and the beginning of the data's."""

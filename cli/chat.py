@@ -27,10 +27,11 @@ from ..config import (
     shown,
 )
 from ..telemetry.logs import has_colours, has_cursor
-from .clients import Client, ListedModel, ReceivedCall, client_at
+from .clients import Client, ListedModel, client_at
 from .connection import ServerAddress, Target, run_with, target_of
 from .images import for_server, from_server, question, read_image
 from .line_editing import line_editing
+from .openai_calls import ReceivedCall
 from .options import AskedModel, Options, argument, option, takes, takes_server_options
 from .requests import Template, field, given, template
 from .terminal import AnswerWriter, complain, cut, failures_exit, harmless, one_line

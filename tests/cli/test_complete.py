@@ -326,7 +326,7 @@ STREAM = {"media_type": "text/event-stream"}
     [
         (Response(CUT_SHORT, **STREAM), "connection_lost", "ended before its answer did"),
         (Response("data: hello\n\n", **STREAM), "malformed_output", "is not such a server"),
-        (Response("hello", media_type="text/plain"), "connection_lost", "text/event-stream"),
+        (Response("hello", media_type="text/plain"), "malformed_output", "text/event-stream"),
         (Response("<html>" + "x" * 9000, 502), "502", "status 502"),
     ],
 )

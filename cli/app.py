@@ -22,7 +22,8 @@ from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from . import admin, dlq, local, models, operations
 from .batches import server as batches
-from .chat import cancel, chat, complete
+from .cancel import cancel
+from .chat import chat, complete
 from .demo import demo
 from .doctor import doctor
 from .embed import embed, score

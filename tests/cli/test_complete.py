@@ -89,8 +89,13 @@ def test_a_request_is_cancelled(run: Run, place: list[str], url: str) -> None:
     assert result["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_an_unknown_request_is_ignored(run: Run, place: list[str]) -> None:
-    assert run("cancel", "nobody", *place) == Ran(0, "", "")
+def test_cancelling_an_unknown_request_says_so(
+    run: Run, place: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.cli.cancel._LOOKS_S", (0.0,))
+    ran = run("cancel", "nobody", *place)
+    assert (ran.status, ran.stdout) == (1, "")
+    assert "no request 'nobody' is in flight here" in ran.stderr
 
 
 # --- nobody there -------------------------------------------------------------------------------

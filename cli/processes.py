@@ -15,6 +15,7 @@ from typing import TextIO, cast
 import anyio
 import anyio.abc
 import anyio.lowlevel
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -24,6 +25,7 @@ from ..bus.links import CONTROL
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, role_of, split_role
 from ..config.errors import leaves_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
+from ..store.board import Restarts
 from ..store.process_state import identity_of, state_of
 from ..telemetry import LogOutput
 from .children import Child, Forks
@@ -192,6 +194,7 @@ class Processes:
         # Whether a stage is missing for good, so that no request in flight can finish.
         self._is_lost = False
         self._stopping = False
+        self._restarts = dict.fromkeys(self.roles, Restarts())
 
     @property
     def pids(self) -> list[int]:
@@ -228,6 +231,7 @@ class Processes:
                 return
             if status in _TERMINATED:
                 self._say(f"{role} was terminated; starting its successor")
+                self._restarts[role] = self._restarts[role].after("it was terminated")
                 has_run = True
                 continue
             if status == _REPLACED:
@@ -246,6 +250,7 @@ class Processes:
                 self.give_up(role, error)
                 await self._report_end(role)
                 return
+            self._restarts[role] = self._restarts[role].after(self._cause(role, status))
             if role in self._standbys:
                 self._say(f"{role} ended with status {status}; its standby takes over")
                 await self._report_end(role)
@@ -253,6 +258,12 @@ class Processes:
             self._say(f"{role} ended with status {status}; restarting it in {wait_s:g} s")
             await self._report_end(role)
             await anyio.sleep(wait_s)
+
+    def _cause(self, role: str, status: int) -> str:
+        """Return why a process has ended."""
+        if status < 0:
+            return f"it was ended by {signal.Signals(-status).name}"
+        return self._complaints.pop(role, "") or f"it ended with status {status}"
 
     def give_up(self, role: str, error: StageFailed) -> None:
         """Continue without a replica, while there are others. Raises the error if not."""
@@ -316,7 +327,10 @@ class Processes:
             await anyio.sleep(delay_s)
             if self._stopping:
                 return
-            standby = self._standbys[role] = await self._start(role, "--standby")
+            # When it takes over, that is one more.
+            restarts = self._restarts[role].after("its standby took over")
+            given = ("--restarted", msgspec.json.encode(restarts).decode())
+            standby = self._standbys[role] = await self._start(role, "--standby", *given)
             self._group.start_soon(self._print_output, role, standby)
             await standby.left.wait()
             delay_s = _STANDBY_DELAY_S
@@ -357,7 +371,8 @@ class Processes:
         stage, replica = split_role(role)
         command = ["gateway" if role == GATEWAY else "run", "--with-parent", *self.arguments]
         if role != GATEWAY:
-            command += ["--stages", stage]
+            restarted = msgspec.json.encode(self._restarts[role]).decode()
+            command += ["--stages", stage, "--restarted", restarted]
         if stage in REPLICATED:
             command += ["--set", f"pipeline.replica={replica}"]
         if self.metrics_ports:

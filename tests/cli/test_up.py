@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import msgspec
 import pytest
 from redis import Redis
 from redis.backoff import ConstantBackoff
@@ -31,6 +32,7 @@ from nano_inference.config import (
     parse_value,
 )
 from nano_inference.pipeline.supervisor import StageFailed
+from nano_inference.store.board import Restarts
 from nano_inference.store.redis.embedded import EmbeddedPassword, read_password
 
 from ..commands import Command
@@ -153,8 +155,10 @@ class Ending(Sleepers):
 
     def __init__(self, *statuses: int) -> None:
         self.statuses = [*statuses]
+        self.commands: list[Sequence[str]] = []
 
     async def start(self, role: str, command: Sequence[str]) -> Spawned:
+        self.commands.append(command)
         return await spawn(["sh", "-c", f"exit {self.statuses.pop(0)}"], None)
 
 
@@ -174,6 +178,21 @@ async def test_a_stage_that_has_run_is_restarted_though_it_can_not_start(
     with anyio.fail_after(LIMIT_S), pytest.raises(expected):
         await processes._keep_running("fairness")
     assert not forks.statuses
+
+
+async def test_a_restarted_process_is_given_the_number_and_cause_of_its_restarts() -> None:
+    settings = {"pipeline.max_restarts": 2, "pipeline.restart_backoff_s": 0}
+    forks = Ending(1, 7, 1)
+    processes = processes_of(load_config(env={}, overrides=settings), forks=cast(Forks, forks))
+    with anyio.fail_after(LIMIT_S), pytest.raises(StageFailed):
+        await processes._keep_running("fairness")
+    restarts = [_restarts_in(command) for command in forks.commands]
+    causes = ["", "it ended with status 1", "it ended with status 7"]
+    assert [(each.count, each.cause) for each in restarts] == list(enumerate(causes))
+
+
+def _restarts_in(command: Sequence[str]) -> Restarts:
+    return msgspec.json.decode(command[command.index("--restarted") + 1], type=Restarts)
 
 
 # --- several models -------------------------------------------------------------------------------

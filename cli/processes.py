@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import anyio
 import anyio.abc
@@ -31,7 +31,7 @@ from ..telemetry import LogOutput
 from .children import Child, Forks
 from .occupied import successor
 from .process import DRAIN, TAKE_OVER
-from .terminal import PROGRAM, STAGE_STYLES, show_loading
+from .terminal import PROGRAM, STAGE_STYLES, json_line, show_loading
 
 GATEWAY = "gateway"
 """The role of the process that runs no stage."""
@@ -114,13 +114,32 @@ def without_controls(text: str) -> str:
 class Printer:
     """Writes lines of `up` and of its children to standard error."""
 
-    def __init__(self, models: Sequence[str] = (), stream: TextIO | None = None) -> None:
-        """Args: the ids of several models, which get a column; the output (None: stderr)."""
+    def __init__(
+        self,
+        models: Sequence[str] = (),
+        stream: TextIO | None = None,
+        *,
+        as_json: bool = False,
+    ) -> None:
+        """Make a printer.
+
+        Args:
+            models: The ids of several models, which get a column.
+            stream: The output; None for standard error.
+            as_json: Whether each line is a JSON object with the `process` that it is of, and of
+                several models the `model`.
+        """
+        self._as_json = as_json
+
+        def notice(lines: int) -> str:
+            said = f"{lines} lines were dropped"
+            if as_json:
+                return json_line(said, level="warning", process="up")
+            return f"up         {said}\n"
+
         # Drops lines rather than wait or fail, since the pipeline is more important.
-        output = LogOutput(
-            stream or sys.stderr, lambda lines: f"up         {lines} lines were dropped\n"
-        )
-        self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
+        self._output = LogOutput(stream or sys.stderr, notice)
+        self._console = Console(file=cast(TextIO, self._output), highlight=False, soft_wrap=True)
         self._width = max(map(len, models)) + 1 if models else 0
 
     async def show_loading(self, config: Config, given_up: Callable[[], Iterable[str]]) -> None:
@@ -138,12 +157,29 @@ class Printer:
 
     def say(self, text: str, model: str = "") -> None:
         """Write a line of `up`."""
+        if self._as_json:
+            self._output.write(json_line(text, level="info", **_where("up", model)))
+            return
         self._console.print(Text(f"{model:<{self._width}}up         ", "bold") + Text(text))
 
     def line(self, model: str, role: str, line: str) -> None:
         """Write a line of a child."""
+        if self._as_json:
+            try:
+                # Mostly a line of its log.
+                found = msgspec.json.decode(line, type=dict[str, Any])
+                text = msgspec.json.encode(_where(role, model) | found).decode() + "\n"
+            except ValueError:
+                level = "error" if line.startswith(_COMPLAINT) else "info"
+                text = json_line(line, level=level, **_where(role, model))
+            self._output.write(text)
+            return
         start = f"{model:<{self._width}}{role:<10} "
         self._console.print(Text(start, _STYLES[split_role(role)[0]]) + Text(line))
+
+
+def _where(process: str, model: str) -> dict[str, str]:
+    return {"process": process, **({"model": model} if model else {})}
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +23,7 @@ from redis.retry import Retry
 
 from nano_inference.cli.app import _status_of
 from nano_inference.cli.children import Forks, Spawned, spawn
-from nano_inference.cli.processes import CanNotStart, Processes
+from nano_inference.cli.processes import CanNotStart, Printer, Processes
 from nano_inference.cli.up import MetricsPorts
 from nano_inference.config import (
     STAGES,
@@ -193,6 +195,23 @@ async def test_a_restarted_process_is_given_the_number_and_cause_of_its_restarts
 
 def _restarts_in(command: Sequence[str]) -> Restarts:
     return msgspec.json.decode(command[command.index("--restarted") + 1], type=Restarts)
+
+
+def test_in_a_container_every_line_of_up_is_json_with_its_process() -> None:
+    out = StringIO()
+    printer = Printer(["a"], out, as_json=True)
+    printer.say("starting", "a")
+    printer.line("a", "executor", '{"event": "model_loaded", "level": "info"}')
+    printer.line("a", "gateway", "nano-inference: the port is taken")
+    printer.line("", "executor", "Warning: [1]")
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    found = [[line.get(name) for name in ("process", "model", "event", "level")] for line in lines]
+    assert found == [
+        ["up", "a", "starting", "info"],
+        ["executor", "a", "model_loaded", "info"],
+        ["gateway", "a", "nano-inference: the port is taken", "error"],
+        ["executor", None, "Warning: [1]", "info"],
+    ]
 
 
 # --- several models -------------------------------------------------------------------------------

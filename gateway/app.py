@@ -186,7 +186,8 @@ class GatewayApp(Application):
         self.feed: Feed | None = None
         self.request_log = log
         if log is not None:
-            self.feed = Feed(looks.get, log, lambda: _numbers(services()))
+            record = client.bus.store.history
+            self.feed = Feed(looks.get, log, lambda: _numbers(services()), record)
             own += console_routes(config, self.feed, log, kserve.readiness, services)
         own += dead_letter_routes(client, policy.audit)
         own += operation_routes(client, config, kserve.readiness, policy.audit)

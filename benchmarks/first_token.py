@@ -4,10 +4,10 @@
         [--repeat 9] [--vllm PYTHON] [--json FILE]
 
 So many clients send a prompt of their own at once, to the bundled model (T): to the bare loop of
-the cores, to `Pipeline.submit`, over HTTP to a gateway in the same process, and over HTTP to
-`nano-inference up --gateway` (five processes over Redis). `--vllm` names the interpreter of vLLM's
-environment, whose server gets the same tokens. All stay in memory and take turns in rotating order, from an empty
-prefix cache. A client's time ends with the first event that carries text.
+the cores, to `Pipeline.submit`, over HTTP to a gateway in the same process, and over HTTP to `nano-
+inference up --gateway` (five processes over Redis). `--vllm` names the interpreter of vLLM's
+environment, whose server gets the same tokens. All stay in memory and take turns in rotating order,
+from an empty prefix cache. A client's time ends with the first event that carries text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any
 
 import harness
 import machine
-from pipeline import Load, bare, make_load, submit_all
 from sse_client import Client
 
 from nano_inference.config import Config, EngineConfig, GatewayConfig, TelemetryConfig
@@ -36,6 +35,7 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import setup_logging
 from nano_inference.text.tokenizer import load_tokenizer
+from pipeline import Load, bare, make_load, submit_all
 
 BARE, SUBMIT, HTTP = "bare loop", "Pipeline.submit", "HTTP"
 FIVE, VLLM = "HTTP, five processes", "vLLM's server"

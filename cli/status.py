@@ -57,6 +57,7 @@ TIME = "time_"
 """Before a cause of time, in a load."""
 
 _SHOWN_LINKS = 3
+_SHOWN_BATCHES = 3
 # Shown by `nano-inference fairness show` and `nano-inference models`, or for programs.
 _SHOWN_ELSEWHERE = frozenset(
     {"settings", "tenants", "roles", "received", "expert_owners", "busy_s", "held", *FACTS}
@@ -182,6 +183,7 @@ def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
         made.add_row("", Text(letters, "bold red"))
     if found.models:
         made.add_row("models", ", ".join(f"{id} {state}" for id, state in found.models.items()))
+    add_batches(made, found, None if verbose else _SHOWN_BATCHES)
     made.add_row("at", found.url)
     if isinstance(found, BusStatus):
         if found.last_taken_s is not None and not found.ready:
@@ -189,6 +191,27 @@ def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
         if verbose:
             _add_bus(made, found)
     return made
+
+
+def add_batches(made: Table, found: PipelineStatus, most: int | None = None) -> None:
+    """Add unfinished batches to a table of facts, if there are any; `most`: None for all."""
+    if not found.open_batches:
+        return
+    rate = sum(each.lines_per_s for each in found.batches)
+    counts = f"{found.open_batches:,} open, {rate:,.1f} lines/s"
+    if found.batches:
+        oldest = duration(max(0, time.time() - found.batches[0].created_s))
+        counts += f", the oldest made {oldest} ago"
+    made.add_row("batches", counts)
+    for each in found.batches[:most]:
+        failed = f", {each.failed:,} failed" if each.failed else ""
+        done = f"{each.completed + each.failed:,} of {each.total:,} lines{failed}"
+        text = f"{harmless(each.id)} {each.status}, {done}, tenant {harmless(each.tenant)}"
+        unseen_s = time.time() - each.seen_s
+        late = Text(f", not seen for {duration(unseen_s)}" if unseen_s > LATE_S else "", "bold red")
+        made.add_row("", Text(text) + late)
+    if left := found.open_batches - len(found.batches[:most]):
+        made.add_row("", f"and {left:,} more")
 
 
 def _add_bus(made: Table, found: BusStatus) -> None:

@@ -40,6 +40,7 @@ from .status import (
     STATE_STYLES,
     TIERS,
     TIME,
+    add_batches,
     drafts_line,
     duration,
     facts_table,
@@ -59,6 +60,7 @@ from .terminal import harmless, stdout, table
 _BAR = 24
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 48
+_MOST_BATCHES = 8
 _POLL_S = 0.05
 _FIXED_LINES = 2  # the head and the keys
 
@@ -348,6 +350,7 @@ def view(found: PipelineStatus, history: History, order: str = ORDERS[0]) -> Gro
             for id, state in found.models.items()
         )
         requests.add_row("models", Text(", ").join(states))
+    add_batches(requests, found, _MOST_BATCHES)
     parts: list[RenderableType] = [requests]
     for lane in found.lanes:
         parts += [_title(lane), _numbers(lane, history), Text(), _processes(lane, order)]

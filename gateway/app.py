@@ -36,6 +36,7 @@ from .api.routes import IndexedRouter, PolicyRoute
 from .api.sglang import sglang_routes
 from .api.token_trees import TokenTreeCalls
 from .batches.files import Files
+from .batches.observed import ObservedBatches
 from .batches.runner import BatchRunner
 from .batches.uploads import Uploads
 from .call import Call, ClientLeft
@@ -201,6 +202,7 @@ class GatewayApp(Application):
             config.batches,
             lambda: kserve.readiness.draining,
             config.gateway.max_body_bytes,
+            ObservedBatches(measures),
         )
         own += [*file_routes(files, store.batches), *upload_routes(Uploads(files))]
         own += ResultCalls(client, config.gateway.comment_s, kserve.readiness, services).routes()

@@ -406,6 +406,18 @@ MODEL_CALL_DURATION = _seconds(
     names.REQUEST_MODEL,
     names.ERROR_TYPE,
 )
+BATCHES = _gauge("nano.batches", "{batch}", "Unfinished batches of all gateways.")
+BATCH_LINES = _counter(
+    "nano.batch.lines", "{line}", "Lines of batches that this gateway ended.", names.BATCH_OUTCOME
+)
+BATCH_OPEN_LINES = _gauge(
+    "nano.batch.lines.open",
+    "{line}",
+    "Lines without an answer, of the batches that this gateway runs, alone or with others.",
+)
+BATCH_OLDEST = _gauge(
+    "nano.batch.oldest.age", "s", "Age of the oldest batch that this gateway runs; 0 without any."
+)
 AUDIT_LOST = _counter("nano.gateway.audit.lost", "{line}", "Audit log lines not written.")
 REQUEST_LOG_FAILED = _counter(
     "nano.gateway.console.failed", "{error}", "Errors in the console's list of requests."

@@ -13,9 +13,9 @@ import msgspec
 
 from ...config import NanoInferenceError
 from ...pipeline.health import problem_of, roles_of
-from ...pipeline.status import PipelineStatus, of_models
+from ...pipeline.status import PipelineStatus, of_models, of_tenant
 from ...store.history import MinuteRecord
-from ..caller import Caller, may_use
+from ..caller import Caller, may_use, tenant_seen_by
 from ..serving.request_log import RequestLog
 from .history import Point, RecordedHistory, point_of
 
@@ -39,8 +39,7 @@ class Viewer(NamedTuple):
 
 def viewer_of(caller: Caller) -> Viewer:
     """Return what a caller may see, as `LoggedRequest.seen_by` has it."""
-    everyone = not caller.key_id or "admin" in caller.scopes
-    return Viewer(None if everyone else caller.tenant, caller.models)
+    return Viewer(tenant_seen_by(caller), caller.models)
 
 
 class Snapshot(NamedTuple):
@@ -162,6 +161,8 @@ class Feed:
         caller = Caller(models=viewer.models)
         if status is not None and status.models and viewer.models is not None:
             status = of_models(status, [each for each in status.models if may_use(caller, each)])
+        if status is not None:
+            status = of_tenant(status, viewer.tenant)
         tenants = [each for each in self._log.tenants() if viewer.tenant in (None, each.tenant)]
         return {
             "at_ms": snapshot.at_ms,

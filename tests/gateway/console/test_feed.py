@@ -18,6 +18,7 @@ from nano_inference.gateway.serving.request_log import RequestLog
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.pipeline.progress import Progress
 from nano_inference.pipeline.status import PipelineStatus
+from nano_inference.store.batches import BatchProgress
 from nano_inference.store.history import MinuteRecord
 from nano_inference.store.records import MemoryRecords
 from nano_inference.store.redis.keys import Keys
@@ -47,9 +48,17 @@ class Board:
             report(stage="fairness", load={"settings": '{"tenant_weights": {"acme": 2}}'}),
             report(stage="streaming", load={"tokens_per_s": self.reads}),
         ]
+        batches = [
+            BatchProgress(
+                id=tenant, tenant=tenant, endpoint="/score", status="in_progress", created_s=1,
+                total=9, completed=1, failed=0, lines_per_s=2.0, seen_s=2,
+            )
+            for tenant in ("acme", "blue")
+        ]  # fmt: skip
         return PipelineStatus(
             ready=True, reason="", waiting=0, in_flight=0, queue_length=0, dead_letters=0,
             lanes=lanes_of(stages), stall_timeout_s=60, progress=Progress(status="idle"),
+            open_batches=2, batches=batches,
         )  # fmt: skip
 
 
@@ -157,7 +166,7 @@ async def test_a_slow_viewer_skips_snapshots(feed: Feed, board: Board) -> None:
 
 async def test_settings_that_name_tenants_are_left_out(feed: Feed) -> None:
     (found,) = await first(feed)
-    assert "acme" not in json.dumps(found)
+    assert "acme" not in json.dumps(found["status"]["lanes"])
 
 
 async def test_without_the_bus_a_snapshot_says_so(feed: Feed, board: Board) -> None:
@@ -173,6 +182,8 @@ async def test_a_tenants_key_shows_its_own_use_only(feed: Feed, log: RequestLog)
     (own,), (every,) = await first(feed, viewer_of(caller)), await first(feed, viewer_of(ANYBODY))
     assert [each["tenant"] for each in own["tenants"]] == ["acme"]
     assert {each["tenant"] for each in every["tenants"]} == {"acme", "blue"}
+    assert [each["id"] for each in own["status"]["batches"]] == ["acme"]
+    assert [each["id"] for each in every["status"]["batches"]] == ["acme", "blue"]
 
 
 async def test_a_stopping_gateway_ends_the_streams(feed: Feed) -> None:

@@ -60,7 +60,7 @@ class OperationRecorder:
         self.operations = len(recording.calls)
 
         @torch.inference_mode()
-        def replay() -> tuple[Tensor, Tensor]:
+        def replay() -> tuple[Tensor, ...]:
             for func, args, kwargs, before in recording.calls:
                 after = func(*args, **kwargs)
                 for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):

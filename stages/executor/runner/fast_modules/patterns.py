@@ -154,7 +154,7 @@ def _attention(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forw
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         result: Tensor = output(attended(_rows(hidden_states), *args, **kwargs))
-        return result.view(hidden_states.shape), None
+        return result.view(*hidden_states.shape[:-1], -1), None
 
     return [forward]
 

@@ -21,6 +21,7 @@ from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from . import admin, dlq, local, models, operations
+from .batches import files
 from .batches import server as batches
 from .cancel import cancel
 from .chat import chat, complete
@@ -83,6 +84,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "complete": complete,
         "cancel": cancel,
         "batch": batches.app,
+        "files": files.app,
         "models": models.app,
         "launch": launch,
     },

@@ -53,8 +53,9 @@ async def _cancel(client: Client, request_id: str) -> None:
             return
     if before:
         raise RequestError(
-            f"{shown(request_id)} had ended before ({before[0].status}); nothing was cancelled",
+            f"{shown(request_id)} had ended before ({before[0].status}), and nothing was cancelled",
             code=_UNKNOWN,
+            remedy="see its answer with `nano-inference trace` or the console",
         )
     raise RequestError(
         f"no request {shown(request_id)} is in flight here, and nothing was cancelled",

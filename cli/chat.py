@@ -30,7 +30,7 @@ from ..telemetry.logs import has_colours, has_cursor
 from .clients import Client, ListedModel, client_at
 from .connection import ServerAddress, Target, run_with, target_of
 from .images import for_server, from_server, question, read_image
-from .line_editing import line_editing
+from .line_editing import line_editing, without_echo
 from .openai_calls import ReceivedCall
 from .options import AskedModel, Options, argument, option, takes, takes_server_options
 from .requests import Template, field, given, template
@@ -393,7 +393,7 @@ class _Chat:
         calls: list[ReceivedCall] = []
         writer = self._writer()
         try:
-            with writer:
+            with without_echo(), writer:
                 runner.run(self._ctrl_c.watched(self._answer(new, writer, calls)))
         except asyncio.CancelledError:
             _note("stopped")

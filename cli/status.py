@@ -58,6 +58,8 @@ TIME = "time_"
 
 _SHOWN_LINKS = 3
 _SHOWN_BATCHES = 3
+_NARROW = 72
+"""Columns of a terminal below which the times of stages are left out."""
 # Shown by `nano-inference fairness show` and `nano-inference models`, or for programs.
 _SHOWN_ELSEWHERE = frozenset(
     {"settings", "tenants", "roles", "received", "expert_owners", "busy_s", "held", *FACTS}
@@ -132,7 +134,7 @@ def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
     """
     parts: list[Table | Text] = [_overview(found, verbose=verbose)]
     for lane in found.lanes:
-        parts.append(lane_table(lane, verbose=verbose))
+        parts.append(lane_table(lane, verbose=verbose, narrow=stdout().width < _NARROW))
         for stage in lane.rivals:
             warning = f"more than one process runs the {stage} stage of {lane_title(lane)}"
             parts.append(Text(f"{warning}; give each pipeline a bus.lane of its own", "bold red"))
@@ -253,20 +255,31 @@ def state_of(report: StageReport) -> str:
     return "silent" if report.age_s > LATE_S else report.state
 
 
-def lane_table(lane: LaneHealth, *, verbose: bool = False) -> Table:
-    """Return the last reports of a lane's stages; `verbose`: with all numbers."""
-    names = ("stage", "state", "for", "process", "heard", "load")
-    made = table(*names, right=("for", "heard"), fold=("process", "load"), box=box.SIMPLE_HEAD)
+def lane_table(lane: LaneHealth, *, verbose: bool = False, narrow: bool = False) -> Table:
+    """Return the last reports of a lane's stages.
+
+    Args:
+        lane: The lane.
+        verbose: With all numbers.
+        narrow: Without the times, for a terminal with no room for them.
+    """
+    times = () if narrow else ("for", "heard")
+    names = ("stage", "state", *times[:1], "process", *times[1:], "load")
+    made = table(*names, right=times, fold=("process", "load"), box=box.SIMPLE_HEAD)
     made.title = Text(lane_title(lane) + (f", epoch {lane.epoch}" if verbose else ""), "bold")
     made.title_justify = "left"
     for report in lane.stages.values():
         late, state = report.age_s > LATE_S, state_of(report)
+        ages = (
+            Text(duration(report.since_s + report.age_s)),
+            Text(f"{report.age_s:.1f} s", "bold red" if late else ""),
+        )
         made.add_row(
             stage_title(lane, report),
             Text(state, STATE_STYLES.get(state, "bold red")),
-            duration(report.since_s + report.age_s),
+            *ages[: len(times) // 2],
             f"{report.pid}@{report.host}",
-            Text(f"{report.age_s:.1f} s", "bold red" if late else ""),
+            *ages[1 : len(times)],
             ", ".join(filter(None, (_state_or_load(lane, report, verbose), restarts_of(report)))),
         )
     return made

@@ -53,7 +53,7 @@ OTHERS = {
     "of operations, in other tests": "dlq retry, dlq drop, tail, kv-events, weights roll-back",
     "of several models": "models load, models unload, models remove",
     "of batches, in tests/cli/test_batch.py": "batch run, batch submit, batch status, batch list, "
-    "batch cancel, batch results",
+    "batch cancel, batch results, files list, files upload, files get, files delete",
 }
 """Commands that need no address, or are in other tests."""
 

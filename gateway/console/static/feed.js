@@ -68,7 +68,7 @@ class Feed extends EventTarget {
     const [last, before] = [this.seconds.at(-1)?.[0] ?? 0, this.seconds.at(-2)?.[0] ?? 0];
     if (last - before < MISSED * SECOND_MS && Date.now() - this.#read_ms < MINUTE_MS) return false;
     this.#read_ms = Date.now();
-    const { seconds, minutes } = await json("console/history");
+    const { seconds, minutes } = await json("console/history").catch((error) => { this.#read_ms = 0; throw error; });
     const until = seconds.at(-1)?.[0] ?? 0;
     this.whole = seconds.length > 0;
     // Empty for a key of some models, whose own points are all that there is.

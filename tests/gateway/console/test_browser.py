@@ -132,6 +132,10 @@ SHAPES = """async formulas => {
     });
 }"""
 
+# Whether the modules of the other views have come, though none of these was opened.
+LOADED = """() => ["chart", "filter", "operations", "pipeline", "remedies", "waterfall"].every(
+    name => performance.getEntriesByName(new URL(`static/${name}.js`, document.baseURI)).length)"""
+
 BLOCKS = """async () => {
     const { Markdown } = await import(new URL("static/markdown.js", document.baseURI));
     const markdown = new Markdown("Answer");
@@ -356,6 +360,20 @@ async def test_a_view_stays_chosen_while_another_one_writes_the_address(
                 new KeyboardEvent("keydown", { key: "Escape" }));
         }""")
         await page.page.wait_for_selector("main[data-view=operations] > *")
+
+
+async def test_a_view_opens_while_the_gateway_is_away(browser: Any, engine: FakeEngine) -> None:
+    async with gateway(engine) as (url, _, server), console(browser, url) as page:
+        await page.open()
+        await page.page.wait_for_function(LOADED)
+        await page.page.context.set_offline(True)
+        for each in list(server.connections._all):
+            each.transport.abort()
+        for view in ("pipeline", "requests", "operations", "playground"):
+            await page.page.evaluate(f"location.hash = '#/{view}'")
+            await page.page.wait_for_selector(f"main[data-view='{view}'] > *")
+            assert await page.page.locator("text=This view failed").count() == 0
+            assert await page.page.locator("text=can't be reached").count() == 0
 
 
 async def test_a_turn_is_regenerated_edited_and_left_out_if_it_failed(

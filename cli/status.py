@@ -45,7 +45,7 @@ from .clients import ServerClient, Unreachable
 from .connection import ServerAddress, Target, connected, run_with, target_of
 from .options import AsJson, Options, option, takes_status_options
 from .running import found
-from .terminal import harmless, print_json, stdout, table
+from .terminal import harmless, one_line, print_json, stdout, table
 
 TIERS = {"host": "in host memory", "disk": "on disk"}
 """KV tiers below the device, as shown."""
@@ -267,10 +267,25 @@ def lane_table(lane: LaneHealth, *, verbose: bool = False) -> Table:
             duration(report.since_s + report.age_s),
             f"{report.pid}@{report.host}",
             Text(f"{report.age_s:.1f} s", "bold red" if late else ""),
-            problem_of(report, lane.epoch).removeprefix(f"{report.stage} ")
-            or _load(report, verbose=verbose),
+            ", ".join(filter(None, (_state_or_load(lane, report, verbose), restarts_of(report)))),
         )
     return made
+
+
+def _state_or_load(lane: LaneHealth, report: StageReport, verbose: bool) -> str:
+    problem = problem_of(report, lane.epoch).removeprefix(f"{report.stage} ")
+    return problem or _load(report, verbose=verbose)
+
+
+def restarts_of(report: StageReport) -> str:
+    """Return how often a stage was restarted, when and why; "" if it was not."""
+    count, cause, at_s = msgspec.structs.astuple(report.restarts)
+    if not count:
+        return ""
+    ago = duration(max(0.0, time.time() - at_s))
+    last = "" if count == 1 else "the last "
+    why = f": {harmless(one_line(cause))}" if cause else ""
+    return f"{count} restart{'s' * (count > 1)}, {last}{ago} ago{why}"
 
 
 def _load(report: StageReport, *, verbose: bool) -> str:

@@ -48,6 +48,7 @@ from .status import (
     lane_title,
     progress_line,
     responses_line,
+    restarts_of,
     stage_title,
     state_of,
     status_at,
@@ -439,6 +440,7 @@ def _processes(lane: LaneHealth, order: str) -> Table:
         state = state_of(report)
         problem = problem_of(report, lane.epoch).removeprefix(f"{report.stage} ")
         late = f"silent for {report.age_s:.0f} s" if report.age_s > LATE_S else ""
+        trouble = late or problem
         # Stages of one process share its numbers.
         again = process in seen
         made.add_row(
@@ -448,7 +450,7 @@ def _processes(lane: LaneHealth, order: str) -> Table:
             f"{report.pid}@{report.host}",
             Text("〃" if again else f"{report.cpu:.0%}", "dim" if again else ""),
             Text("〃" if again else decimal(report.memory_bytes), "dim" if again else ""),
-            Text(late or problem, "red"),
+            Text.assemble((trouble, "red"), "  " * bool(trouble), (restarts_of(report), "yellow")),
         )
         seen.add(process)
     return made

@@ -70,7 +70,7 @@ async def pipeline_status(
         stall_timeout_s: As `pipeline.stall_timeout_s`.
         for_operator: Whether the stages' loads have settings, of which those of fairness name
             tenants, and adapters the paths of their folders. All keys of a gateway may read a
-            status without them.
+            status without them; and the causes of restarts.
         with_tenants: Whether fairness's load has the tenants without `for_operator` too.
 
     Raises:
@@ -111,6 +111,7 @@ def _for_everyone(report: StageReport, *, with_tenants: bool) -> StageReport:
     hidden = ("settings",) if with_tenants else ("settings", "tenants")
     return replace(
         report,
+        restarts=replace(report.restarts, cause=""),
         load={name: report.load[name] for name in report.load if name not in hidden},
         adapters=tuple(
             replace(each, folder=PurePath(each.folder).name) for each in report.adapters

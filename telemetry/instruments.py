@@ -377,6 +377,12 @@ ADAPTER_CHANGES = _counter(
 )
 ADAPTER_LOAD = _seconds("nano.adapter.load.duration", "Time to read and check an adapter.")
 STAGE_READY = _gauge("nano.stage.ready", "1", "1 if the stage is ready, 0 if not.", names.STAGE)
+STAGE_RESTARTS = _gauge(
+    "nano.stage.restarts",
+    "{restart}",
+    "Restarts of the stage, or of its process by `up`, since the pipeline was started.",
+    names.STAGE,
+)
 HTTP_DURATION = _seconds(
     "http.server.request.duration",
     "Time of the gateway's calls.",

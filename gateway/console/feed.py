@@ -14,9 +14,10 @@ import msgspec
 from ...config import NanoInferenceError
 from ...pipeline.health import problem_of, roles_of
 from ...pipeline.status import PipelineStatus, of_models, of_tenant
+from ...store.history import MinuteRecord
 from ..caller import Caller, may_use, tenant_seen_by
 from ..serving.request_log import RequestLog
-from .history import History, Point, point_of
+from .history import Point, RecordedHistory, point_of
 
 EVERY_S = 1.0
 """Period of snapshots; the lanes report once a second."""
@@ -71,9 +72,17 @@ class Feed:
         read: Callable[[], Awaitable[PipelineStatus]],
         log: RequestLog,
         gateway: Callable[[], dict[str, int]],
+        record: MinuteRecord,
         every_s: float = EVERY_S,
     ) -> None:
-        """`read`: reads the status from the board; `gateway`: numbers of this gateway."""
+        """
+        Args:
+            read: Reads the status from the board.
+            log: The last requests of this gateway.
+            gateway: Returns numbers of this gateway.
+            record: The minutes of the charts.
+            every_s: Period of snapshots.
+        """
         self._read, self._log, self._gateway = read, log, gateway
         self._every_s = every_s
         self._viewers = 0
@@ -81,7 +90,7 @@ class Feed:
         self._latest: Snapshot | None = None
         self._changed = anyio.Event()
         self._closed = False
-        self.history = History()
+        self.history = RecordedHistory(record)
         self._encoded: dict[Viewer, bytes] = {}
         self.reads = 0
 
@@ -135,10 +144,10 @@ class Feed:
             except NanoInferenceError as error:
                 problem = error.message
             self._latest = Snapshot(int(time.time() * 1000), status, problem)
-            self.history.add(point_of(self._latest.at_ms, status))
             self._encoded.clear()
             changed, self._changed = self._changed, anyio.Event()
             changed.set()
+            await self.history.keep(point_of(self._latest.at_ms, status))
             await asyncio.sleep(max(0.1, self._every_s - (time.monotonic() - started)))
 
     def _encode(self, snapshot: Snapshot, viewer: Viewer) -> bytes:

@@ -144,6 +144,7 @@ class Keys:
         self._limits = self._key("limits")
         self.limits_servers = beside(self._limits, "servers")
         self.policy = self._key("policy")
+        self.history = self._key("history")
         self.images = self._key("images")
 
     def of_shard(self, shard: int) -> Keys:

@@ -49,7 +49,7 @@ function modelRow(each, session, again) {
   const at = `admin/models/${encodeURIComponent(each.id)}`;
   const progress = each.state === "loading" && h("progress", { "aria-label": `${each.id} is loading`, data: { model: each.id } });
   return h("tr", null,
-    h("td", null, h("b", null, each.id), each.default && h("span", { class: "muted small" }, " default"), h("div", { class: "muted small ellipsis", title: each.path }, lastPart(each.path))),
+    h("td", null, h("b", null, each.id), each.default && h("span", { class: "muted small" }, " default"), lastPart(each.path) !== each.id && h("div", { class: "muted small ellipsis", title: each.path }, lastPart(each.path))),
     h("td", null, h("span", { class: `tag ${KINDS[each.state] ?? ""}` }, each.state), each.reason && h("div", { class: "small error" }, each.reason), progress),
     h("td", { class: "num" }, each.parameters ? count(each.parameters) : "–"), h("td", { class: "num" }, each.weight_bytes ? bytes(each.weight_bytes) : "–"), h("td", { class: "num" }, each.kv_bytes ? bytes(each.kv_bytes) : "–"),
     h("td", { class: "num" }, each.load_ns ? duration(each.load_ns) : "–"), h("td", { class: "num" }, number(each.in_flight)),

@@ -13,16 +13,21 @@ from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import BusError
 from nano_inference.gateway.caller import ANYBODY, Caller
 from nano_inference.gateway.console.feed import Feed, Viewer, viewer_of
-from nano_inference.gateway.console.history import History, Point
+from nano_inference.gateway.console.history import History, Point, RecordedHistory
 from nano_inference.gateway.serving.request_log import RequestLog
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.pipeline.progress import Progress
 from nano_inference.pipeline.status import PipelineStatus
 from nano_inference.store.batches import BatchProgress
+from nano_inference.store.history import MinuteRecord
+from nano_inference.store.records import MemoryRecords
+from nano_inference.store.redis.keys import Keys
 
 from ..fake import report
 
 ALL = Viewer(None, None)
+
+KEYS = Keys("test")
 
 
 class Board:
@@ -69,7 +74,8 @@ def log() -> RequestLog:
 
 @pytest.fixture
 def feed(board: Board, log: RequestLog) -> Feed:
-    return Feed(board.read, log, lambda: {"waiting": 0, "in_flight": 0}, every_s=0.1)
+    gateway = {"waiting": 0, "in_flight": 0}
+    return Feed(board.read, log, lambda: gateway, MinuteRecord(KEYS, MemoryRecords()), every_s=0.1)
 
 
 async def first(feed: Feed, viewer: Viewer = ALL, number: int = 1) -> list[dict[str, Any]]:
@@ -111,6 +117,37 @@ def test_history_has_minutes_and_gaps() -> None:
     found = [(each.at_ms, each.tokens_per_s) for each in history.minutes]
     assert found == [(60_000, None), (120_000, 164.5), (180_000, 209.5)]
     assert history.minutes[1].weights == 1
+
+
+async def run(history: RecordedHistory, start: int, minutes: int) -> None:
+    """A gateway that runs from the second minute on, with a point every 20 s."""
+    for second in range(start * 60, (start + minutes) * 60, 20):
+        await history.keep(Point(second * 1000, second, 1, 2, 3, 4, 9, 0))
+
+
+async def test_a_restarted_gateway_has_the_minutes_of_the_day() -> None:
+    record = MinuteRecord(KEYS, MemoryRecords())
+    await run(RecordedHistory(record), start=0, minutes=4)
+    again = RecordedHistory(record)
+    await run(again, start=6, minutes=2)
+    found = [(each.at_ms // 60_000, each.tokens_per_s) for each in again.minutes]
+    assert found == [(0, 20), (1, 80), (2, 140), (6, 380), (7, 440)], "a gap, and no minute twice"
+    assert len(again.seconds) == 6
+    day = 24 * 60
+    later = RecordedHistory(record)
+    await run(later, start=day + 1, minutes=2)
+    assert [each.at_ms // 60_000 for each in later.minutes] == [2, 6, day + 1, day + 2]
+    assert [*await record.read()] == [each * 60_000 for each in (2, 6, day + 1)]
+
+
+async def test_a_history_that_is_not_recorded_goes_on() -> None:
+    class Refused(MinuteRecord):
+        async def read(self) -> dict[int, bytes]:
+            raise BusError("no permissions to run HGETALL")
+
+    history = RecordedHistory(Refused(KEYS, MemoryRecords()))
+    await run(history, start=0, minutes=3)
+    assert len(history.minutes) == 3
 
 
 async def test_a_slow_viewer_skips_snapshots(feed: Feed, board: Board) -> None:

@@ -55,6 +55,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         scopes: Its permissions.
         max_priority: The highest priority it may request; None for `gateway.max_priority`.
         models: The models it may use; None for all.
+        mcp_servers: The MCP servers whose tools it may use, by name or host; None for all.
         limits: The limits of its key and its tenant.
     """
 
@@ -64,6 +65,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     scopes: frozenset[Scope] = frozenset()
     max_priority: int | None = None
     models: tuple[str, ...] | None = None
+    mcp_servers: tuple[str, ...] | None = None
     limits: tuple[AppliedLimits, ...] = ()
 
 

@@ -171,6 +171,7 @@ async def test_a_line_that_can_not_run_is_an_error_line(client: AsyncOpenAI) -> 
     found = [json.loads(each) for each in text.splitlines()]
     assert [each["custom_id"] for each in found] == ["", "c2", "c3", "c4", "c5", ""]
     assert found[0]["error"]["code"] == "malformed"
+    assert found[0]["error"]["message"].startswith("line 2 can't be read")
     assert found[2]["response"]["body"]["error"]["param"] == "max_tokens"
 
 

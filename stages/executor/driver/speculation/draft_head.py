@@ -33,12 +33,6 @@ class HeadDrafts(DraftModel):
         self._known_ids = self._head.get_input_embeddings().weight.shape[0]
 
     @property
-    def reads(self) -> tuple[int, ...]:
-        """The target's states that it reads, as of the head."""
-        reads: tuple[int, ...] = self._head.reads
-        return reads
-
-    @property
     def _states(self) -> Tensor:
         """`[slots, hidden]`."""
         return self.cache.recurrent[0][0].flatten(0, 1)
@@ -86,8 +80,8 @@ class HeadDrafts(DraftModel):
         if ahead.size:
             ends = ends[ahead]
             blocks = self._table.blocks[rows[ahead], ends // size]
-            slots, ahead = self._upload(blocks * size + ends % size, ahead)
-            states.index_copy_(0, slots, output.states[inputs.logits_index[ahead]])
+            after, places = self._upload(blocks * size + ends % size, ahead)
+            states.index_copy_(0, after, output.states[inputs.logits_index[places]])
         logits: Tensor = self._head.spread(output.logits)
         return logits
 

@@ -188,8 +188,8 @@ def main() -> None:
                     for start in range(0, 16 if together == 1 else PROMPTS, together):
                         samples += engine.generate(texts[start : start + together], params)
                     seconds = time.perf_counter() - begin
-                    tokens = sum(len(each.completion_ids) for each in samples)
-                    outputs[name] = [tuple(each.completion_ids) for each in samples]
+                    tokens = sum(len(each.completion_tokens) for each in samples)
+                    outputs[name] = [tuple(each.completion_tokens) for each in samples]
                     if turn:
                         speeds[name].append(tokens / seconds)
                     drafted = sum(each.num_draft_tokens for each in samples)

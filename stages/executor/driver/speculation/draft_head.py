@@ -28,9 +28,10 @@ class HeadDrafts(DraftModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._head: Any = self._runner.model.module
+        head: Any = self._runner.model.module
+        self._head = head
         self._upload = Uploader(self._runner.model.device)
-        self._known_ids = self._head.get_input_embeddings().weight.shape[0]
+        self._known_ids: int = head.get_input_embeddings().weight.shape[0]
 
     @property
     def _states(self) -> Tensor:

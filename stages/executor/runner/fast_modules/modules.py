@@ -30,7 +30,7 @@ from ..kernels import cpu
 from ..kv_cache import KVCache
 from ..linear.choose import method_of
 from ..loaded_model import LoadedModel
-from .calls import Calls
+from .calls import Calls, join_weights
 from .decoder import DecoderLayers
 from .patterns import (
     Forward,
@@ -86,6 +86,9 @@ class FastModules:
         self._begin: Callable[[], None] = _nothing
         self._with_gradients = with_gradients
         kernels = module_kernels(model.device)
+        if kernels is not cpu and not model.is_shared:
+            # They lie side by side since they were loaded, and do again once they are resumed.
+            cache.follow(partial(join_weights, model.module))
         self._calls = Calls(FixedTiles() if tiles is None else tiles, kernels)
         # Each module's earlier instance attribute, if any, in the order of changes.
         self._replaced: list[tuple[nn.Module, Forward | None]] = []

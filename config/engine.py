@@ -216,8 +216,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         draft_sources: Sources of drafted tokens, as `DraftSourceName` lists.
         max_draft_tokens: Limit on drafted tokens of a sample per step.
         suffix_index_tokens: Tokens of earlier outputs that "suffix" keeps.
-        draft_model_path: A smaller model of the same vocabulary, as `model_path`, that drafts too;
-            "" for none. Its weights and KV take memory of their own.
+        draft_model_path: A smaller model of the same vocabulary, as `model_path`, that drafts too,
+            or an EAGLE-3 head; "mtp" for the MTP head of the model's own checkpoint, "" for none.
+            Its weights and KV take memory of their own.
         tensor_parallel: Ranks (processes) that share each layer of the model. They must divide its
             KV heads.
         pipeline_parallel: Stages of consecutive layers, each computed by `tensor_parallel` ranks of

@@ -400,17 +400,17 @@ class StepRunner:
             scored = np.repeat(before[to_score.which], to_score.counts) + to_score.positions
             logits_index = np.concatenate((logits_index, scored))
         # All tokens of a decode step are read, and a vector may need any token of a prompt.
-        all_read = all_read or num_decodes == len(rows) or self.reads_all
-        all_read = all_read or bool(table.pools[rows].any())
+        all_read = all_read or num_decodes == len(rows) or self.reads_all or table.pools[rows].any()
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         if self.states is not None:
             batch_rows = self.states.put_in(batch_rows, rows, step.ahead[order])
         images = self.images
-        if images is not None and not images.concern(rows, starts):
-            images = None
         if images is not None:
-            batch_rows = images.look_ahead(rows, batch_rows)
+            if images.concern(rows, starts):
+                batch_rows = images.look_ahead(rows, batch_rows)
+            else:
+                images = None
         row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]
         inputs = self.runner.builder.build(batch_rows, input_ids, logits_index)

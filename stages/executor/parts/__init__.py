@@ -180,10 +180,10 @@ def make_parts(
 
         speculation = Speculation(state, companion)
         yield speculation
-        if companion is not None and hasattr(companion.module, "reads"):
+        if (head := getattr(companion, "module", None)) is not None and hasattr(head, "reads"):
             from .draft_heads import DraftHeads
 
-            yield DraftHeads(state, speculation.draft_model)
+            yield DraftHeads(state, speculation, head)
     yield Recipes(state)
     if config.kv_host_bytes or config.kv_disk_path or (shares_kv and model.layers):
         from .tiers import Tiers

@@ -28,15 +28,10 @@ class HeadDrafts(DraftModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._head: Any = self._runner.model.module
+        head: Any = self._runner.model.module
+        self._head = head
         self._upload = Uploader(self._runner.model.device)
-        self._known_ids = self._head.get_input_embeddings().weight.shape[0]
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """The target's states that it reads, as of the head."""
-        reads: tuple[int, ...] = self._head.reads
-        return reads
+        self._known_ids: int = head.get_input_embeddings().weight.shape[0]
 
     @property
     def _states(self) -> Tensor:
@@ -86,8 +81,8 @@ class HeadDrafts(DraftModel):
         if ahead.size:
             ends = ends[ahead]
             blocks = self._table.blocks[rows[ahead], ends // size]
-            slots, ahead = self._upload(blocks * size + ends % size, ahead)
-            states.index_copy_(0, slots, output.states[inputs.logits_index[ahead]])
+            after, places = self._upload(blocks * size + ends % size, ahead)
+            states.index_copy_(0, after, output.states[inputs.logits_index[places]])
         logits: Tensor = self._head.spread(output.logits)
         return logits
 

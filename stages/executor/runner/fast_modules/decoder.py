@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_float, c_long, c_void_p
+from ctypes import addressof, c_float, c_long, c_void_p
 from functools import partial
 from itertools import chain
 from operator import is_not
@@ -162,7 +162,7 @@ class DecoderLayers:
                 for layer in layers
             )
         )
-        self._address = ctypes.addressof(self._arguments)
+        self._address, self._count = addressof(self._arguments), len(layers)
         self._width = max(layer.memory for layer in layers)
         self._kept = torch.empty(_KEPT_ROWS * self._width, dtype=self._dtype)
         # The modules' own dictionaries, where a trainer that shares the model may put new tensors.
@@ -223,22 +223,22 @@ class DecoderLayers:
             return
         self._run(
             self._address,
-            len(self._layers),
-            ctypes.addressof(step),
+            self._count,
+            addressof(step),
             rows.data_ptr(),
             memory.data_ptr(),
         )
 
     def _run_tapped(self, rows: Tensor, step: _Step, memory: Tensor) -> None:
         """Run the layers in parts, between which `taps` get the rows."""
-        first, num_read, last = 0, step.num_read, len(self._layers)
+        first, num_read, last = 0, step.num_read, self._count
         for stop in sorted({*self.taps, last}):
             # Only the last layer may leave rows out.
             step.num_read = num_read if stop == last else step.rows
             self._run(
                 self._address + first * ctypes.sizeof(_DecoderLayer),
                 stop - first,
-                ctypes.addressof(step),
+                addressof(step),
                 rows.data_ptr(),
                 memory.data_ptr(),
             )

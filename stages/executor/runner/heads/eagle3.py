@@ -55,8 +55,13 @@ class _Layer(nn.Module):
         return output
 
 
-class Eagle3Head(DraftHead, LlamaForCausalLM):
-    """An EAGLE-3 head. What follows a token is the layer's output before the last norm."""
+class Eagle3Head(DraftHead, LlamaForCausalLM):  # type: ignore[misc]
+    """An EAGLE-3 head. Its own states are the layer's output before the last norm."""
+
+    config: Any
+    model: Any
+    get_input_embeddings: Any
+    d2t: Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -69,7 +74,7 @@ class Eagle3Head(DraftHead, LlamaForCausalLM):
         self.register_buffer("d2t", torch.zeros(tokens, dtype=torch.int64))
         self.reads = tuple(config.draft_reads)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor,
         states: Tensor | None = None,
@@ -125,7 +130,7 @@ def load_eagle3(folder: Path, config: EngineConfig, target: LoadedModel) -> Load
         tensors["d2t"] = torch.zeros(own.vocab_size, dtype=torch.int64)
     model = finish_head(head, tensors, config, target, folder)
     ids = torch.arange(own.draft_vocab_size) + tensors["d2t"]
-    if ids.min() < 0 or ids.max() >= own.vocab_size or len(ids.unique()) < len(ids):
+    if ids.min() < 0 or ids.max() >= own.vocab_size or len({*ids.tolist()}) < len(ids):
         raise _misfit(f"its d2t leads to tokens that are none of the model's {own.vocab_size}")
     return model
 

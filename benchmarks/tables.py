@@ -136,7 +136,7 @@ def gateway() -> str:
 
 def poisson() -> str:
     measured = result("poisson-S-2-cpu-cores")["rows"]
-    servers = ("nano-inference", "llama-server", "transformers serve")
+    servers = ("nano-inference", "llama-server", "vLLM", "transformers serve")
     body = []
     for row in sorted(measured, key=lambda row: (row["rate"], servers.index(row["server"]))):
         ttft = [short(row[f"ttft_ms_{share}"] / 1000, 2) for share in ("p50", "p99")]

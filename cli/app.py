@@ -22,7 +22,8 @@ from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from . import admin, dlq, local, models, operations
 from .batches import server as batches
-from .chat import cancel, chat, complete
+from .cancel import cancel
+from .chat import chat, complete
 from .demo import demo
 from .doctor import doctor
 from .embed import embed, score
@@ -37,7 +38,7 @@ from .samples import samples
 from .serve import gateway, serve
 from .status import health, status
 from .submit import submit
-from .terminal import PROGRAM, complain
+from .terminal import PROGRAM, Complaints, complain
 from .top import top
 from .trace import trace
 from .up import down, up
@@ -177,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sentence on standard error has the reason. 3: another process serves the lane. 130: Ctrl-C.
     141: the reader of standard output, such as `head`, has ended.
     """
+    Complaints.as_json = False
     for stream in (sys.stdout, sys.stderr):
         # A model may write characters that a terminal can't show.
         if reconfigure := getattr(stream, "reconfigure", None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -441,4 +442,10 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     @property
     def model_name(self) -> str:
         """The model's primary name in requests."""
-        return self.model_id or self.model_folder.name.removesuffix(".gguf")
+        return self.model_id or _name_of(self.model_path)
+
+
+@lru_cache(maxsize=64)
+def _name_of(model_path: str) -> str:
+    """Return the name of a model's folder or GGUF file; requests ask for it several times each."""
+    return EngineConfig(model_path=model_path).model_folder.name.removesuffix(".gguf")

@@ -84,6 +84,11 @@ def may_use(caller: Caller, model: str) -> bool:
     return caller.models is None or model in caller.models
 
 
+def tenant_seen_by(caller: Caller) -> str | None:
+    """Return the only tenant whose use a caller may see; None if it may see all."""
+    return None if not caller.key_id or "admin" in caller.scopes else caller.tenant
+
+
 def shown_path(caller: Caller, path: str) -> str:
     """Return a path of the server as a caller may see it: without the scope "admin" its name."""
     return path if "admin" in caller.scopes else PurePath(path).name

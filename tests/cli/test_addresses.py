@@ -36,7 +36,7 @@ COMMANDS = {
     "replay": Line("replay ID", "equal"),
     "digest": Line("digest ID --by-version", " 1 results; 1 samples"),
     "samples": Line("samples none", "there is no session 'none'", 2),
-    "cancel": Line("cancel none"),
+    "cancel": Line("cancel ID", "had ended before (done)", 1),
     "status": Line("status", "ready"),
     "health": Line("health", "ready"),
     "top": Line("top --once", "ready"),

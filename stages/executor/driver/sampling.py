@@ -168,7 +168,7 @@ def sample_rows(
 ) -> Choice:
     """Sample like `sample_with_logprobs`, with checked arguments."""
     whole = kernels and limits == NO_LIMITS and not keep_weights
-    if whole and (uniforms is not None or not temperatures.any()):
+    if whole and (uniforms is not None or not temperatures.numpy().any()):
         numbers = None if uniforms is None else uniforms.double()
         tokens, logprobs = cpu.sample(logits.float(), temperatures.float(), numbers, BLOCK)
         if not np.isfinite(logprobs.numpy()).all():

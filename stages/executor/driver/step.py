@@ -7,7 +7,7 @@ token is sampled after each; tokens that would have been sampled without drafts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -184,6 +184,8 @@ class StepRunner:
         graphs: Recorded decode steps; None if there are none.
         states: The recurrent states of sequences; None if the model has none.
         routers: Reports routed experts; None if it can't.
+        watch: Called with the inputs of each pass after it has begun; None for nothing.
+        reads_all: Whether the last hidden states of all tokens are read.
     """
 
     runner: ModelRunner
@@ -200,6 +202,8 @@ class StepRunner:
     graphs: DecodeGraphs | None = None
     states: SequenceStates | None = None
     routers: Routers | None = None
+    watch: Callable[[StepInputs], None] | None = None
+    reads_all: bool = False
 
     def add(self, new: NewSequence) -> None:
         """Add a sequence to the table.
@@ -288,6 +292,8 @@ class StepRunner:
             output = start_routed(self.routers, start, table, *about, last_token[samples])
         else:
             output = self.runner.start(inputs, with_states=bool(table.pools[step.rows].any()))
+        if self.watch is not None:
+            self.watch(inputs)
         table.num_computed[rows] = ends
         if self.states is not None:
             self.states.advance(rows, num_tokens, ends)
@@ -394,7 +400,8 @@ class StepRunner:
             scored = np.repeat(before[to_score.which], to_score.counts) + to_score.positions
             logits_index = np.concatenate((logits_index, scored))
         # All tokens of a decode step are read, and a vector may need any token of a prompt.
-        all_read = all_read or num_decodes == len(rows) or bool(table.pools[rows].any())
+        all_read = all_read or num_decodes == len(rows) or self.reads_all
+        all_read = all_read or bool(table.pools[rows].any())
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         if self.states is not None:

@@ -31,7 +31,15 @@ from ..kv_cache import KVCache
 from ..linear.choose import method_of
 from ..loaded_model import LoadedModel
 from .calls import Calls, join_weights
-from .patterns import Forward, find_patterns, follow_layers, join_layers, join_output
+from .decoder import DecoderLayers
+from .patterns import (
+    Forward,
+    JoinedDecoder,
+    find_patterns,
+    follow_layers,
+    join_layers,
+    join_output,
+)
 
 _COMPARED_TOKENS = 8
 
@@ -48,6 +56,7 @@ class FastModules:
         refused: By class name, why matching modules stay unchanged.
         is_whole: Whether torch computes only embeddings and rotary factors in steps that run all
             layers in one call.
+        joined: Layers that run in one call.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class FastModules:
         self.count: dict[str, int] = {}
         self.refused: dict[str, str] = {}
         self.is_whole = False
+        self.joined: list[DecoderLayers] = []
         self._active = False
         self._begin: Callable[[], None] = _nothing
         self._with_gradients = with_gradients
@@ -116,6 +126,9 @@ class FastModules:
                 self._install(agreed)
                 self._install(self._compare(join_output(model, agreed), run, _same_bits))
             whole |= agreed
+            self.joined = [
+                each.together for each in agreed.values() if isinstance(each, JoinedDecoder)
+            ]
         self.is_whole = self._has_all(model, whole)
 
     def _has_all(self, model: LoadedModel, joined: Mapping[nn.Module, Forward]) -> bool:

@@ -169,6 +169,24 @@ typedef struct {
     const void *mixer;  // a DeltaMixer, or NULL
 } DecoderLayer;
 
+// Parts of a layer, in their order. With PROFILE the first thread adds up their seconds, which
+// benchmarks/profile_step.py reads; without, a mark is nothing.
+enum { BEGIN, NORM, PROJECTION, PLACE, MIX, OUTPUT, GATED, DOWN, LAYER_PARTS };
+
+#ifdef PROFILE
+double part_seconds[LAYER_PARTS];
+
+static void mark(long part) {
+    static double marked;
+    if (omp_get_thread_num()) return;
+    const double now = omp_get_wtime();
+    if (part != BEGIN) part_seconds[part] += now - marked;
+    marked = now;
+}
+#else
+INLINE void mark(long part) { (void)part; }
+#endif
+
 // Rows of one token each. cos, sin: [rows, rotated]. slots: [rows], where keys and values go.
 // tables, blocks and contexts are as in decode_attention. read: [num_read], rising: those whose
 // result is wanted, at most half of the rows, with their tables and contexts; num_read is rows if
@@ -298,8 +316,11 @@ void decoder_layers(const DecoderLayer *layers, long count, const Step *step, nu
         const long inputs = l->output->count * l->output->parts[0]->inputs;
         number *attended = projected + rows * stride, *gated = attended + rows * inputs;
         number *summed = gated + rows * row_width(l->gated);
+        mark(BEGIN);
         norm_by_team(&l->first, x, normed, rows, hidden);
+        mark(NORM);
         linear_by_team(l->projection, normed, rows, NULL, projected);
+        mark(PROJECTION);
         const int some = step->num_read < rows && l == layers + count - 1;
         const long left = some ? step->num_read : rows;
         number *kept = x;
@@ -313,15 +334,21 @@ void decoder_layers(const DecoderLayer *layers, long count, const Step *step, nu
         {
             place_by_team(l, step, projected, stride);
             if (some) keep_by_team(step, projected, stride, x, kept, hidden);
+            mark(PLACE);
             decode_attention_by_team(l->attention, projected, stride, attended, left,
                                      some ? step->read_tables : step->tables, step->blocks,
                                      some ? step->read_contexts : step->contexts);
             if (l->gated_heads) gate_by_team(l->attention, projected, stride, left, attended);
         }
+        mark(MIX);
         add_sum_by_team(l->output, attended, left, kept, summed);
+        mark(OUTPUT);
         norm_by_team(&l->second, kept, normed, left, hidden);
+        mark(NORM);
         linear_by_team(l->gated, normed, left, NULL, gated);
+        mark(GATED);
         add_sum_by_team(l->down, gated, left, kept, summed);
+        mark(DOWN);
         if (some)
 #pragma omp for
             for (long i = 0; i < left; i++)

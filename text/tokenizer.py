@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, RequestError, SamplingParams, missing_model, prompt_too_long, shown
+from ..config.collector import collector_paused
 from ..config.errors import ParameterError
 from .grammar_tokenizer import is_special
 from .model_folder import folder_of, read_json
@@ -37,6 +38,7 @@ def find_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     return load_tokenizer(folder)
 
 
+@collector_paused()
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer, with its chat template, of a folder in Transformers' format or a GGUF
     file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, wraps
+from operator import itemgetter
 
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
@@ -84,13 +85,18 @@ class IndexedRouter(Router):
     @cached_property
     def _by_path(self) -> dict[str, list[BaseRoute]]:
         """The routes that may be for a path, in order. Made at the first call, after all routes."""
-        paths = {each.path for each in self.routes if isinstance(each, Route)}
+        plain: dict[str, list[tuple[int, BaseRoute]]] = {}
+        others: list[tuple[int, BaseRoute]] = []
+        for place, each in enumerate(self.routes):
+            if isinstance(each, Route) and not each.param_convertors:
+                plain.setdefault(each.path, []).append((place, each))
+            else:
+                others.append((place, each))
         return {
-            path: [each for each in self.routes if _may_be_for(each, path)]
-            for path in paths
-            if "{" not in path
+            path: [
+                each
+                for _, each in sorted((*own, *others), key=itemgetter(0))
+                if not isinstance(each, Route) or each.path_regex.match(path)
+            ]
+            for path, own in plain.items()
         }
-
-
-def _may_be_for(route: BaseRoute, path: str) -> bool:
-    return not isinstance(route, Route) or route.path_regex.match(path) is not None

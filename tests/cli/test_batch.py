@@ -257,7 +257,8 @@ def test_a_full_disk_loses_no_answer(batch: Callable[..., Ran], tmp_path: Path) 
     assert 0 < len(kept) < 20
     Upper.prompts = []
     assert batch(source, out).status == 0
-    assert (len(answers(out)), len(Upper.prompts)) == (20, 20 - len(kept))
+    # A set: what the first run had asked for last may come late, and is asked for again.
+    assert (len(answers(out)), len({*Upper.prompts})) == (20, 20 - len(kept))
 
 
 def test_a_refusal_for_load_is_tried_again(batch: Callable[..., Ran], tmp_path: Path) -> None:

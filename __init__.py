@@ -6,6 +6,7 @@ The public interface. Names are loaded on first use, so that a client process do
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,6 +68,12 @@ if TYPE_CHECKING:
     from .stages.executor.runner.weights.transports import WeightsGroup as WeightsGroup
 
 __version__ = "0.1.0"
+
+# Read by OpenMP when torch is loaded. By default a thread that waits for another one spins for
+# milliseconds before it sleeps: beside another busy process that is most of the time. This is a
+# tenth of a millisecond, longer than the kernels' threads wait with nothing beside them.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _NAMES = {
     ".bus.public": """

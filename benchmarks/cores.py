@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ from nano_inference.config import EngineConfig, FairnessConfig
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.step import LaunchedStep
+from nano_inference.stages.executor.runner.fast_modules.calls import join_weights
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.stages.streaming.deliveries import EndedRequest
@@ -238,7 +239,7 @@ class Outcome:
 
 
 class Ours:
-    """Batching and an executor, one step launched ahead of the one read."""
+    """Batching and an executor, one step launched ahead of the one read, and a model of its own."""
 
     def __init__(self, module: Any, *, graphs: bool = True, max_batch_size: int = 256) -> None:
         self.config = EngineConfig(
@@ -248,7 +249,10 @@ class Ours:
             cuda_graphs="auto" if graphs else "off",
         )
         started = time.perf_counter()
-        self.core = ExecutorCore(self.config, model=wrap_model(module, MAX_MODEL_LEN))
+        model = replace(wrap_model(module, MAX_MODEL_LEN), is_shared=False)
+        if model.device.type == "cuda":
+            join_weights(module)  # as of a model that is loaded
+        self.core = ExecutorCore(self.config, model=model)
         self.start_s = time.perf_counter() - started
 
     def run(self, requests: list[Request], workload: Workload) -> Outcome:
@@ -296,7 +300,10 @@ class Ours:
         name = f"r{index}"
         info = RequestInfo(name, name)
         sampling = SamplingParams(
-            temperature=workload.temperature, max_tokens=request.new_tokens, ignore_eos=True
+            temperature=workload.temperature,
+            top_p=workload.top_p,
+            max_tokens=request.new_tokens,
+            ignore_eos=True,
         )
         specs = tuple(SequenceSpec(each, each - ids[0], seed=each) for each in ids)
         for each in ids:

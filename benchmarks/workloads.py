@@ -6,7 +6,7 @@ Imports only the standard library, since engines run in different environments.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -75,6 +75,8 @@ class Workload:
         new_tokens: Least and most tokens of a completion.
         temperature: 0 is greedy; otherwise the full vocabulary is sampled, with logprobs.
         rate: Arrivals per second (Poisson); 0 is all at once.
+        top_p: Less than 1 restricts the choice.
+        uniform: Lengths of prompts are uniform instead.
     """
 
     prompts: int
@@ -85,6 +87,9 @@ class Workload:
     samples: int = 1
     temperature: float = 0.0
     rate: float = 0.0
+    # Not in the seed of requests, which others have without them.
+    top_p: float = field(default=1.0, repr=False)
+    uniform: bool = field(default=False, repr=False)
 
 
 WORKLOADS = {
@@ -121,6 +126,8 @@ def make_requests(workload: Workload, vocab_size: int, seed: int) -> list[Reques
     requests = []
     for _ in range(workload.prompts):
         length = round(workload.shortest * (workload.longest / workload.shortest) ** rng.random())
+        if workload.uniform:
+            length = rng.randint(workload.shortest, workload.longest)
         new_tokens = rng.randint(*workload.new_tokens)
         requests.append(Request(common + tokens(length), new_tokens, now))
         if workload.rate:

@@ -92,6 +92,10 @@ class Changes(msgspec.Struct, frozen=True):
     allow_model: Annotated[
         list[str] | None, option("--allow-model NAME", "Only these; 'none' for all. Repeatable.")
     ] = None
+    allow_mcp_server: Annotated[
+        list[str] | None,
+        option("--allow-mcp-server NAME", "Only these, by name or host; 'none' for all."),
+    ] = None
     requests_per_minute: Annotated[str | None, option("--requests-per-minute N", _LIMIT)] = None
     tokens_per_minute: Annotated[str | None, option("--tokens-per-minute N", _LIMIT)] = None
     max_in_flight: Annotated[str | None, option("--max-in-flight N", _LIMIT)] = None
@@ -104,8 +108,9 @@ class Changes(msgspec.Struct, frozen=True):
     def fields(self) -> dict[str, Any]:
         """Return the other given fields. Raises ConfigError: one is malformed."""
         fields: dict[str, Any] = given({"scopes": self.scope, "tenant": self.tenant})
-        if self.allow_model is not None:
-            fields["models"] = None if self.allow_model == ["none"] else self.allow_model
+        allowed = {"models": self.allow_model, "mcp_servers": self.allow_mcp_server}
+        for name, names in given(allowed).items():
+            fields[name] = None if names == ["none"] else names
         if self.expires_in is not None:
             none = self.expires_in == "none"
             fields["expires_in_s"] = None if none else _seconds(self.expires_in)
@@ -130,7 +135,9 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 _LIMITS = ("max_priority", "requests_per_minute", "tokens_per_minute", "max_in_flight")
-_takes_key_options = takes(Changes, "scope", "tenant", "allow_model", *_LIMITS, "expires_in")
+_takes_key_options = takes(
+    Changes, "scope", "tenant", "allow_model", "allow_mcp_server", *_LIMITS, "expires_in"
+)
 
 
 # --- keys ---------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from . import admin, dlq, local, models, operations
+from .batches import files
 from .batches import server as batches
-from .chat import cancel, chat, complete
+from .cancel import cancel
+from .chat import chat, complete
 from .demo import demo
 from .doctor import doctor
 from .embed import embed, score
@@ -37,7 +39,7 @@ from .samples import samples
 from .serve import gateway, serve
 from .status import health, status
 from .submit import submit
-from .terminal import PROGRAM, complain
+from .terminal import PROGRAM, Complaints, complain
 from .top import top
 from .trace import trace
 from .up import down, up
@@ -82,6 +84,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "complete": complete,
         "cancel": cancel,
         "batch": batches.app,
+        "files": files.app,
         "models": models.app,
         "launch": launch,
     },
@@ -177,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sentence on standard error has the reason. 3: another process serves the lane. 130: Ctrl-C.
     141: the reader of standard output, such as `head`, has ended.
     """
+    Complaints.as_json = False
     for stream in (sys.stdout, sys.stderr):
         # A model may write characters that a terminal can't show.
         if reconfigure := getattr(stream, "reconfigure", None):

@@ -1,4 +1,4 @@
-"""`nano-inference chat`, `complete` and `cancel`: converse, continue a text, end a request."""
+"""`nano-inference chat` and `complete`: converse, and continue a text."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from ..config import (
     shown,
 )
 from ..telemetry.logs import has_colours, has_cursor
-from .clients import Client, ListedModel, ReceivedCall, client_at
+from .clients import Client, ListedModel, client_at
 from .connection import ServerAddress, Target, run_with, target_of
 from .images import for_server, from_server, question, read_image
-from .line_editing import line_editing
+from .line_editing import line_editing, without_echo
+from .openai_calls import ReceivedCall
 from .options import AskedModel, Options, argument, option, takes, takes_server_options
 from .requests import Template, field, given, template
 from .terminal import AnswerWriter, complain, cut, failures_exit, harmless, one_line
@@ -392,7 +393,7 @@ class _Chat:
         calls: list[ReceivedCall] = []
         writer = self._writer()
         try:
-            with writer:
+            with without_echo(), writer:
                 runner.run(self._ctrl_c.watched(self._answer(new, writer, calls)))
         except asyncio.CancelledError:
             _note("stopped")
@@ -597,7 +598,7 @@ def _file(command: str, name: str) -> Path:
     return Path(name).expanduser()
 
 
-# --- complete and cancel --------------------------------------------------------------------------
+# --- complete -------------------------------------------------------------------------------------
 
 
 @takes_server_options
@@ -649,25 +650,3 @@ def _read_stdin() -> str:
     if not text:
         raise ConfigError("there is nothing on standard input; give a prompt")
     return text
-
-
-@takes_server_options
-def cancel(
-    options: Options,
-    request_id: Annotated[str, argument("ID", "The request's id, or that of its answer.")],
-) -> None:
-    """Cancel a request that is in flight. Its client gets the answer so far.
-
-        nano-inference cancel chatcmpl-6c57ddeed9564f79a77b142870c43455
-
-        nano-inference cancel 1795185430038-0 --bus redis://127.0.0.1:6390
-
-    An unknown id, or one whose request has ended, is ignored: the exit status is 0 when the server
-    or the pipeline has received the cancellation.
-    """
-    if not request_id:
-        raise ConfigError("give the id of a request")
-    with failures_exit():
-        run_with(
-            client_at(target_of(options, or_serve=True)), lambda client: client.cancel(request_id)
-        )

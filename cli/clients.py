@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -36,7 +39,9 @@ from ..pipeline.status import PipelineStatus, of_models
 from ..pipeline.token_tree import SessionSample
 from . import connection
 from .connection import ServerAddress, Target, connected, run_with, target_of
-from .images import for_bus, for_server
+from .images import for_bus
+from .lasting import AWAY_S, LOST, LastingCall, Read
+from .openai_calls import AnswerPart, CallError, Chunk, ReceivedCall, openai_call, part_of
 from .options import Options
 from .requests import given
 from .terminal import complain, waiting
@@ -51,9 +56,6 @@ REFUSALS = range(400, 600)
 
 _PARAMETER = re.compile(r"\{.*?\}")
 
-_OUTPUTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
-"""Kinds of constraints whose name in vLLM's `structured_outputs` differs."""
-
 
 class ListedModel(msgspec.Struct, frozen=True):
     """A model that takes requests.
@@ -67,22 +69,6 @@ class ListedModel(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None
     root: str | None = None
-
-
-class ReceivedCall(NamedTuple):
-    """A tool call of the model; its arguments are JSON."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-class AnswerPart(NamedTuple):
-    """The next part of an answer. Tool calls come all at once, at its end."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[ReceivedCall, ...] = ()
 
 
 class Unreachable(NanoInferenceError):
@@ -230,40 +216,6 @@ class PipelineClient:
         return found
 
 
-class _Function(msgspec.Struct, frozen=True):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _CallDelta(msgspec.Struct, frozen=True):
-    index: int = 0
-    id: str | None = None
-    function: _Function = _Function()
-
-
-class _Delta(msgspec.Struct, frozen=True):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_CallDelta] | None = None
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    text: str | None = None
-    delta: _Delta = _Delta()
-    finish_reason: str | None = None
-
-
-class _Error(msgspec.Struct, frozen=True):
-    message: str = ""
-    code: str | int | None = None
-
-
-class _Chunk(msgspec.Struct, frozen=True):
-    choices: list[_Choice] = []
-    error: _Error | None = None
-
-
 class _Card(ListedModel, frozen=True):
     state: str = ""
 
@@ -292,6 +244,7 @@ class ServerClient:
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         # A batch sends more calls at once than the default of connections.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._said_at = -math.inf
         self._client = httpx2.AsyncClient(timeout=timeout, headers=headers, limits=limits)
 
     async def __aenter__(self) -> Self:
@@ -329,10 +282,16 @@ class ServerClient:
                 yield response
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             why = _why(error)
+            if isinstance(error, httpx2.SSEError):
+                raise RequestError(
+                    f"{self.url} is not such a server: {why}",
+                    code="malformed_output",
+                    remedy="give the URL of a server of nano-inference",
+                ) from None
             if answered or isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
                 raise RequestError(
                     f"the server at {self.url} ended call {call_id} before its answer did ({why})",
-                    code="connection_lost",
+                    code=LOST,
                     remedy="send it again once `nano-inference health --url` says that it is ready",
                 ) from None
             if self.url == connection.DEFAULT_SERVER:
@@ -365,19 +324,21 @@ class ServerClient:
     async def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPart, None]:
         """See PipelineClient."""
         path = "/chat/completions" if "messages" in request else "/completions"
-        body, headers = openai_call(request)
-        done = False
+        asked = self._lasting(path, *openai_call(request))
         calls: dict[int, ReceivedCall] = {}
-        async with self._answer("POST", self.url + path, body, headers) as response:
-            async for event in httpx2.EventSource(response):
-                # Read to the end: the server would count a disconnect otherwise.
-                if done := done or event.data == _DONE:
-                    continue
-                chunk = self._decoded(event.data.encode(), _Chunk)
-                if chunk.error is not None:
-                    raise RequestError(chunk.error.message, code=str(chunk.error.code))
-                for choice in chunk.choices:
-                    part = _part_of(choice, calls)
+
+        def read(data: str) -> Read:
+            if data == _DONE:
+                return Read([], is_last=True)
+            chunk = self._decoded(data.encode(), Chunk)
+            if chunk.error is not None:
+                raise RequestError(chunk.error.message, code=str(chunk.error.code))
+            return Read(chunk.choices)
+
+        async with aclosing(asked.values(read)) as chunks:
+            async for choices in chunks:
+                for choice in choices:
+                    part = part_of(choice, calls)
                     if part.text or part.reasoning:
                         yield part
                     if choice.finish_reason == "abort":
@@ -388,42 +349,57 @@ class ServerClient:
                         )
         if calls:
             yield AnswerPart(calls=tuple(call for _, call in sorted(calls.items())))
-        if not done:
-            raise RequestError(
-                f"{self.url} ended before its answer did",
-                code="connection_lost",
-                remedy="send it again",
-            )
 
     async def outputs(
         self, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of a request, which the last one ends. Raises RequestError: it failed,
-        or the connection was lost."""
-        done = False
-        accepted = () if body.get("stream", True) else REFUSALS
-        async with self._answer("POST", self.url + path, body, headers, accepted) as response:
-            if accepted:
+        or the server has lost it."""
+        asked = self._lasting(path, body, headers)
+        if not body.get("stream", True):
+            asked = dataclasses.replace(asked, opened=self._outcome, data=_whole)
+        asked.repeats = True
+        entry_id = ""
+
+        def read(data: str) -> Read:
+            nonlocal entry_id
+            try:
+                output = decode_output(data.encode())
+            except ValueError:
+                error = self._decoded(data.encode(), Chunk).error or CallError()
+                raise RequestError(error.message, code=str(error.code)) from None
+            if entry_id not in ("", output.entry_id) and output.entry_id:
+                raise asked.lost()  # another request, since the server has not kept the first
+            entry_id = output.entry_id or entry_id
+            return Read(output, isinstance(output, Completion))
+
+        async with aclosing(asked.values(read)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _lasting(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> LastingCall:
+        return LastingCall(self._answer, self.url, path, body, headers, self._say_once)
+
+    @asynccontextmanager
+    async def _outcome(
+        self, method: str, url: str, body: Any, headers: dict[str, str]
+    ) -> AsyncIterator[httpx2.Response]:
+        """As `_answer`, for a request whose Completion may have a status that refuses."""
+        accepted = REFUSALS if method == "POST" else ()
+        async with self._answer(method, url, body, headers, accepted) as response:
+            if not response.is_success:
                 content = await response.aread()
                 try:
-                    yield decode_output(content)
+                    decode_output(content)
                 except ValueError:
                     raise refusal(response.status_code, content) from None
-                return
-            async for event in httpx2.EventSource(response):
-                try:
-                    output = decode_output(event.data.encode())
-                except ValueError:
-                    error = self._decoded(event.data.encode(), _Chunk).error or _Error()
-                    raise RequestError(error.message, code=str(error.code)) from None
-                done = isinstance(output, Completion)
-                yield output
-        if not done:
-            raise RequestError(
-                f"{self.url} ended before its answer did",
-                code="connection_lost",
-                remedy="send it again",
-            )
+            yield response
+
+    def _say_once(self, sentence: str) -> None:
+        """Complain of the first of many calls that lose their connections together."""
+        if time.monotonic() - self._said_at > AWAY_S:
+            complain(sentence)
+            self._said_at = time.monotonic()
 
     async def cancel(self, request_id: str) -> None:
         """See PipelineClient."""
@@ -634,38 +610,9 @@ def of_one_model(found: PipelineStatus, model: str) -> PipelineStatus:
     return of_models(found, (model,)) if found.models else found
 
 
-def _part_of(choice: _Choice, calls: dict[int, ReceivedCall]) -> AnswerPart:
-    """Return the new text of a choice; tool calls, which come in pieces, are added to `calls`."""
-    delta = choice.delta
-    for new in delta.tool_calls or ():
-        before = calls.get(new.index, ReceivedCall("", "", ""))
-        calls[new.index] = ReceivedCall(
-            new.id or before.id,
-            before.name + (new.function.name or ""),
-            before.arguments + (new.function.arguments or ""),
-        )
-    reasoning = delta.reasoning_content or delta.reasoning or ""
-    return AnswerPart(choice.text or delta.content or "", reasoning)
-
-
-def openai_call(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return body and headers of OpenAI's interface for the fields of a GenerateRequest."""
-    body: dict[str, Any] = {"stream": True, **request.get("sampling", {})}
-    if constraint := body.pop("constraint", None):
-        body["structured_outputs"] = {
-            _OUTPUTS.get(kind, kind): value for kind, value in constraint.items()
-        }
-    names = ("prompt", "messages", "model", "tools")
-    body |= {name: request[name] for name in names if name in request}
-    if "messages" in body:
-        body["messages"] = list(map(for_server, body["messages"]))
-    if "prediction" in request:
-        body["prediction"] = {"type": "content", "content": request["prediction"]}
-    if "priority" in request:
-        body["priority"] = -request["priority"]
-    if "budget_ns" in request:
-        body["budget_ms"] = request["budget_ns"] / 1e6
-    return body, {"X-Tenant": request["tenant"]} if "tenant" in request else {}
+async def _whole(response: httpx2.Response) -> AsyncIterator[tuple[str, str]]:
+    """Yield an answer in one piece, which has no id."""
+    yield "", (await response.aread()).decode()
 
 
 def _why(error: BaseException) -> str:
@@ -682,9 +629,9 @@ def _why(error: BaseException) -> str:
 def refusal(status: int, body: bytes) -> RequestError:
     """Return the error of an answer, in OpenAI's form or as its status."""
     try:
-        error = msgspec.json.decode(body, type=_Chunk).error or _Error()
+        error = msgspec.json.decode(body, type=Chunk).error or CallError()
     except ValueError:
-        error = _Error()
+        error = CallError()
     message = error.message or cut(f"the server answers with status {status}: {body[:400]!r}")
     if error.code == "missing_api_key":
         message = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +44,24 @@ def line_editing(names: Callable[[], list[str]], *, history: bool) -> Iterator[b
         if path is not None:
             with suppress(OSError):
                 _write(readline, path)
+
+
+@contextmanager
+def without_echo() -> Iterator[None]:
+    """Keep keys that are typed meanwhile, Ctrl-C's `^C` too, out of what is drawn on a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+    quiet = termios.tcgetattr(file)
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(file, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(file, termios.TCSANOW, before)
 
 
 def _completion(names: list[str], text: str, state: int) -> str | None:

@@ -66,6 +66,8 @@ AskedModel = Annotated[
 WithParent = Annotated[bool, option("--with-parent", "Exit with standard input.", hidden=True)]
 Standby = Annotated[bool, option("--standby", "Load, and wait for the parent.", hidden=True)]
 
+Restarted = Annotated[str, option("--restarted JSON", "Restarts of the process.", hidden=True)]
+
 
 class Options(msgspec.Struct, frozen=True):
     """Options of many commands; None if not given. Only the first three set no setting."""

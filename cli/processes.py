@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import anyio
 import anyio.abc
 import anyio.lowlevel
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -24,12 +25,13 @@ from ..bus.links import CONTROL
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, role_of, split_role
 from ..config.errors import leaves_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
+from ..store.board import Restarts
 from ..store.process_state import identity_of, state_of
 from ..telemetry import LogOutput
 from .children import Child, Forks
 from .occupied import successor
 from .process import DRAIN, TAKE_OVER
-from .terminal import PROGRAM, STAGE_STYLES, show_loading
+from .terminal import PROGRAM, STAGE_STYLES, json_line, show_loading
 
 GATEWAY = "gateway"
 """The role of the process that runs no stage."""
@@ -112,13 +114,32 @@ def without_controls(text: str) -> str:
 class Printer:
     """Writes lines of `up` and of its children to standard error."""
 
-    def __init__(self, models: Sequence[str] = (), stream: TextIO | None = None) -> None:
-        """Args: the ids of several models, which get a column; the output (None: stderr)."""
+    def __init__(
+        self,
+        models: Sequence[str] = (),
+        stream: TextIO | None = None,
+        *,
+        as_json: bool = False,
+    ) -> None:
+        """Make a printer.
+
+        Args:
+            models: The ids of several models, which get a column.
+            stream: The output; None for standard error.
+            as_json: Whether each line is a JSON object with the `process` that it is of, and of
+                several models the `model`.
+        """
+        self._as_json = as_json
+
+        def notice(lines: int) -> str:
+            said = f"{lines} lines were dropped"
+            if as_json:
+                return json_line(said, level="warning", process="up")
+            return f"up         {said}\n"
+
         # Drops lines rather than wait or fail, since the pipeline is more important.
-        output = LogOutput(
-            stream or sys.stderr, lambda lines: f"up         {lines} lines were dropped\n"
-        )
-        self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
+        self._output = LogOutput(stream or sys.stderr, notice)
+        self._console = Console(file=cast(TextIO, self._output), highlight=False, soft_wrap=True)
         self._width = max(map(len, models)) + 1 if models else 0
 
     async def show_loading(self, config: Config, given_up: Callable[[], Iterable[str]]) -> None:
@@ -136,12 +157,29 @@ class Printer:
 
     def say(self, text: str, model: str = "") -> None:
         """Write a line of `up`."""
+        if self._as_json:
+            self._output.write(json_line(text, level="info", **_where("up", model)))
+            return
         self._console.print(Text(f"{model:<{self._width}}up         ", "bold") + Text(text))
 
     def line(self, model: str, role: str, line: str) -> None:
         """Write a line of a child."""
+        if self._as_json:
+            try:
+                # Mostly a line of its log.
+                found = msgspec.json.decode(line, type=dict[str, Any])
+                text = msgspec.json.encode(_where(role, model) | found).decode() + "\n"
+            except ValueError:
+                level = "error" if line.startswith(_COMPLAINT) else "info"
+                text = json_line(line, level=level, **_where(role, model))
+            self._output.write(text)
+            return
         start = f"{model:<{self._width}}{role:<10} "
         self._console.print(Text(start, _STYLES[split_role(role)[0]]) + Text(line))
+
+
+def _where(process: str, model: str) -> dict[str, str]:
+    return {"process": process, **({"model": model} if model else {})}
 
 
 @dataclass(eq=False)
@@ -192,6 +230,7 @@ class Processes:
         # Whether a stage is missing for good, so that no request in flight can finish.
         self._is_lost = False
         self._stopping = False
+        self._restarts = dict.fromkeys(self.roles, Restarts())
 
     @property
     def pids(self) -> list[int]:
@@ -228,6 +267,7 @@ class Processes:
                 return
             if status in _TERMINATED:
                 self._say(f"{role} was terminated; starting its successor")
+                self._restarts[role] = self._restarts[role].after("it was terminated")
                 has_run = True
                 continue
             if status == _REPLACED:
@@ -246,6 +286,7 @@ class Processes:
                 self.give_up(role, error)
                 await self._report_end(role)
                 return
+            self._restarts[role] = self._restarts[role].after(self._cause(role, status))
             if role in self._standbys:
                 self._say(f"{role} ended with status {status}; its standby takes over")
                 await self._report_end(role)
@@ -253,6 +294,12 @@ class Processes:
             self._say(f"{role} ended with status {status}; restarting it in {wait_s:g} s")
             await self._report_end(role)
             await anyio.sleep(wait_s)
+
+    def _cause(self, role: str, status: int) -> str:
+        """Return why a process has ended."""
+        if status < 0:
+            return f"it was ended by {signal.Signals(-status).name}"
+        return self._complaints.pop(role, "") or f"it ended with status {status}"
 
     def give_up(self, role: str, error: StageFailed) -> None:
         """Continue without a replica, while there are others. Raises the error if not."""
@@ -316,7 +363,10 @@ class Processes:
             await anyio.sleep(delay_s)
             if self._stopping:
                 return
-            standby = self._standbys[role] = await self._start(role, "--standby")
+            # When it takes over, that is one more.
+            restarts = self._restarts[role].after("its standby took over")
+            given = ("--restarted", msgspec.json.encode(restarts).decode())
+            standby = self._standbys[role] = await self._start(role, "--standby", *given)
             self._group.start_soon(self._print_output, role, standby)
             await standby.left.wait()
             delay_s = _STANDBY_DELAY_S
@@ -357,7 +407,8 @@ class Processes:
         stage, replica = split_role(role)
         command = ["gateway" if role == GATEWAY else "run", "--with-parent", *self.arguments]
         if role != GATEWAY:
-            command += ["--stages", stage]
+            restarted = msgspec.json.encode(self._restarts[role]).decode()
+            command += ["--stages", stage, "--restarted", restarted]
         if stage in REPLICATED:
             command += ["--set", f"pipeline.replica={replica}"]
         if self.metrics_ports:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Annotated
 
 import anyio
+import msgspec
 
 from ..bus.codec import encode_output
 from ..bus.public import Completion
@@ -16,9 +17,10 @@ from ..config import STAGES, Config, ConfigError, nearest
 from ..config.logger import get_logger
 from ..config.temporary import sweep
 from ..pipeline.pipeline import Pipeline
+from ..store.board import Restarts
 from ..telemetry import setup_logging
 from .model_files import check_model_files
-from .options import Options, Standby, WithParent, option, takes_engine_options
+from .options import Options, Restarted, Standby, WithParent, option, takes_engine_options
 from .process import (
     DRAIN,
     drain,
@@ -40,6 +42,7 @@ def run(
     ] = ",".join(STAGES),
     with_parent: WithParent = False,
     standby: Standby = False,
+    restarted: Restarted = "{}",
 ) -> None:
     """Run stages in this process.
 
@@ -74,13 +77,16 @@ def run(
     if config.bus.url == "memory":
         anyio.run(_filter, config)
     else:
-        anyio.run(_serve, config, with_parent, standby)
+        restarts = msgspec.json.decode(restarted, type=Restarts)
+        anyio.run(_serve, config, with_parent, standby, restarts)
 
 
-async def _serve(config: Config, with_parent: bool, standby: bool) -> None:
+async def _serve(config: Config, with_parent: bool, standby: bool, restarts: Restarts) -> None:
     with stop_signals() as signals:
         # It may be restarted while Redis is away; `up` has checked it before the first start.
-        async with Pipeline(config, wait_for_bus=with_parent, standby=standby) as pipeline:
+        async with Pipeline(
+            config, wait_for_bus=with_parent, standby=standby, restarts=restarts
+        ) as pipeline:
             freeze_memory()
             reason = await until_stopped(
                 signals, pipeline.failed, with_parent=with_parent, take_over=pipeline.take_over

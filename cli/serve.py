@@ -20,6 +20,7 @@ from ..gateway.gateway import DEFAULT_PORT, Gateway, check_ports
 from ..pipeline.pipeline import Pipeline
 from ..store.board import StageReport
 from ..telemetry import LogOutput, setup_logging
+from ..telemetry.logs import are_json
 from .connection import SERVE_PORT, connected
 from .model_files import check_model_files
 from .options import Options, WithParent, option, takes_engine_options, takes_gateway_options
@@ -36,7 +37,7 @@ from .process import (
 from .pull import with_pulled
 from .requests import given
 from .running import record, registered
-from .terminal import show_loading, stderr
+from .terminal import Complaints, show_loading, stderr
 
 MOST_PORT = 65_535
 
@@ -98,6 +99,7 @@ def serve(
     setup_logging(config.telemetry, said=_SAID)
     sweep()
     raise_file_limit()
+    Complaints.as_json = are_json(config.telemetry)
     anyio.run(_serve, config)
 
 
@@ -137,13 +139,19 @@ async def _reports(pipeline: Pipeline) -> list[StageReport]:
 
 
 def announce(config: Config, url: str | None, grpc: str | None = None) -> None:
-    """Print the addresses of a pipeline that is ready, and what to try.
+    """Print the addresses of a pipeline that is ready, and what to try; or log the addresses, if
+    the log is JSON and standard output no terminal.
 
     Args:
         config: Its settings.
         url: The root of its HTTP interfaces; None without HTTP.
         grpc: The address of gRPC; None without gRPC.
     """
+    if Complaints.as_json and (config.telemetry.log_format == "json" or not sys.stdout.isatty()):
+        ids = [each.id for each in config.models] or [config.engine.model_name]
+        places = {"url": url, "grpc": grpc, "bus": None if url else redact(config.bus.url)}
+        get_logger().info("serving", models=ids, **given(places))
+        return
     names = " and ".join(repr(each.id) for each in config.models) or repr(config.engine.model_name)
     served = f"{names} {'are' if len(config.models) > 1 else 'is'} served"
     if url is None:
@@ -206,6 +214,7 @@ def gateway(
     forbid_torch()
     import_tokenizers()
     raise_file_limit()
+    Complaints.as_json = not with_parent and are_json(config.telemetry)
     anyio.run(_serve_gateway, config, with_parent)
 
 

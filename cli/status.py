@@ -45,7 +45,7 @@ from .clients import ServerClient, Unreachable
 from .connection import ServerAddress, Target, connected, run_with, target_of
 from .options import AsJson, Options, option, takes_status_options
 from .running import found
-from .terminal import print_json, stdout, table
+from .terminal import harmless, one_line, print_json, stdout, table
 
 TIERS = {"host": "in host memory", "disk": "on disk"}
 """KV tiers below the device, as shown."""
@@ -57,6 +57,9 @@ TIME = "time_"
 """Before a cause of time, in a load."""
 
 _SHOWN_LINKS = 3
+_SHOWN_BATCHES = 3
+_NARROW = 72
+"""Columns of a terminal below which the times of stages are left out."""
 # Shown by `nano-inference fairness show` and `nano-inference models`, or for programs.
 _SHOWN_ELSEWHERE = frozenset(
     {"settings", "tenants", "roles", "received", "expert_owners", "busy_s", "held", *FACTS}
@@ -131,7 +134,7 @@ def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
     """
     parts: list[Table | Text] = [_overview(found, verbose=verbose)]
     for lane in found.lanes:
-        parts.append(lane_table(lane, verbose=verbose))
+        parts.append(lane_table(lane, verbose=verbose, narrow=stdout().width < _NARROW))
         for stage in lane.rivals:
             warning = f"more than one process runs the {stage} stage of {lane_title(lane)}"
             parts.append(Text(f"{warning}; give each pipeline a bus.lane of its own", "bold red"))
@@ -182,6 +185,7 @@ def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
         made.add_row("", Text(letters, "bold red"))
     if found.models:
         made.add_row("models", ", ".join(f"{id} {state}" for id, state in found.models.items()))
+    add_batches(made, found, None if verbose else _SHOWN_BATCHES)
     made.add_row("at", found.url)
     if isinstance(found, BusStatus):
         if found.last_taken_s is not None and not found.ready:
@@ -189,6 +193,27 @@ def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
         if verbose:
             _add_bus(made, found)
     return made
+
+
+def add_batches(made: Table, found: PipelineStatus, most: int | None = None) -> None:
+    """Add unfinished batches to a table of facts, if there are any; `most`: None for all."""
+    if not found.open_batches:
+        return
+    rate = sum(each.lines_per_s for each in found.batches)
+    counts = f"{found.open_batches:,} open, {rate:,.1f} lines/s"
+    if found.batches:
+        oldest = duration(max(0, time.time() - found.batches[0].created_s))
+        counts += f", the oldest made {oldest} ago"
+    made.add_row("batches", counts)
+    for each in found.batches[:most]:
+        failed = f", {each.failed:,} failed" if each.failed else ""
+        done = f"{each.completed + each.failed:,} of {each.total:,} lines{failed}"
+        text = f"{harmless(each.id)} {each.status}, {done}, tenant {harmless(each.tenant)}"
+        unseen_s = time.time() - each.seen_s
+        late = Text(f", not seen for {duration(unseen_s)}" if unseen_s > LATE_S else "", "bold red")
+        made.add_row("", Text(text) + late)
+    if left := found.open_batches - len(found.batches[:most]):
+        made.add_row("", f"and {left:,} more")
 
 
 def _add_bus(made: Table, found: BusStatus) -> None:
@@ -230,24 +255,50 @@ def state_of(report: StageReport) -> str:
     return "silent" if report.age_s > LATE_S else report.state
 
 
-def lane_table(lane: LaneHealth, *, verbose: bool = False) -> Table:
-    """Return the last reports of a lane's stages; `verbose`: with all numbers."""
-    names = ("stage", "state", "for", "process", "heard", "load")
-    made = table(*names, right=("for", "heard"), fold=("process", "load"), box=box.SIMPLE_HEAD)
+def lane_table(lane: LaneHealth, *, verbose: bool = False, narrow: bool = False) -> Table:
+    """Return the last reports of a lane's stages.
+
+    Args:
+        lane: The lane.
+        verbose: With all numbers.
+        narrow: Without the times, for a terminal with no room for them.
+    """
+    times = () if narrow else ("for", "heard")
+    names = ("stage", "state", *times[:1], "process", *times[1:], "load")
+    made = table(*names, right=times, fold=("process", "load"), box=box.SIMPLE_HEAD)
     made.title = Text(lane_title(lane) + (f", epoch {lane.epoch}" if verbose else ""), "bold")
     made.title_justify = "left"
     for report in lane.stages.values():
         late, state = report.age_s > LATE_S, state_of(report)
+        ages = (
+            Text(duration(report.since_s + report.age_s)),
+            Text(f"{report.age_s:.1f} s", "bold red" if late else ""),
+        )
         made.add_row(
             stage_title(lane, report),
             Text(state, STATE_STYLES.get(state, "bold red")),
-            duration(report.since_s + report.age_s),
+            *ages[: len(times) // 2],
             f"{report.pid}@{report.host}",
-            Text(f"{report.age_s:.1f} s", "bold red" if late else ""),
-            problem_of(report, lane.epoch).removeprefix(f"{report.stage} ")
-            or _load(report, verbose=verbose),
+            *ages[1 : len(times)],
+            ", ".join(filter(None, (_state_or_load(lane, report, verbose), restarts_of(report)))),
         )
     return made
+
+
+def _state_or_load(lane: LaneHealth, report: StageReport, verbose: bool) -> str:
+    problem = problem_of(report, lane.epoch).removeprefix(f"{report.stage} ")
+    return problem or _load(report, verbose=verbose)
+
+
+def restarts_of(report: StageReport) -> str:
+    """Return how often a stage was restarted, when and why; "" if it was not."""
+    count, cause, at_s = msgspec.structs.astuple(report.restarts)
+    if not count:
+        return ""
+    ago = duration(max(0.0, time.time() - at_s))
+    last = "" if count == 1 else "the last "
+    why = f": {harmless(one_line(cause))}" if cause else ""
+    return f"{count} restart{'s' * (count > 1)}, {last}{ago} ago{why}"
 
 
 def _load(report: StageReport, *, verbose: bool) -> str:

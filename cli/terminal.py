@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -71,12 +72,30 @@ stdout = partial(_PipedConsole, highlight=False, markup=False, emoji=False)
 stderr = partial(stdout, stderr=True)
 
 
+class Complaints:
+    """The form of this process's complaints.
+
+    Attributes:
+        as_json: Whether each is a line of a log in JSON.
+    """
+
+    as_json = False
+
+
 def complain(sentence: str) -> None:
     """Write one sentence to standard error, on one line; ignore errors."""
+    sentence = " ".join(sentence.split())
+    line = json_line(sentence, level="error") if Complaints.as_json else f"{PROGRAM}: {sentence}\n"
     with suppress(OSError):
         sys.stdout.flush()
-        sys.stderr.write(f"{PROGRAM}: {' '.join(sentence.split())}\n")
+        sys.stderr.write(line)
         sys.stderr.flush()
+
+
+def json_line(event: str, **fields: str) -> str:
+    """Return a line of a log in JSON."""
+    at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return msgspec.json.encode({"event": event, **fields, "timestamp": at}).decode() + "\n"
 
 
 @contextmanager
@@ -179,6 +198,9 @@ def said_lines(say: Callable[[], str], console: Console) -> Iterator[None]:
 
     def say_all() -> None:
         while not ended.wait(LINE_EVERY_S):
+            if Complaints.as_json:
+                console.file.write(json_line(say(), level="info"))
+                continue
             console.print(f"{PROGRAM}: {say()}", soft_wrap=True)
 
     thread = threading.Thread(target=say_all, daemon=True)

@@ -40,6 +40,7 @@ from .status import (
     STATE_STYLES,
     TIERS,
     TIME,
+    add_batches,
     drafts_line,
     duration,
     facts_table,
@@ -47,6 +48,7 @@ from .status import (
     lane_title,
     progress_line,
     responses_line,
+    restarts_of,
     stage_title,
     state_of,
     status_at,
@@ -58,6 +60,7 @@ from .terminal import harmless, stdout, table
 _BAR = 24
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 48
+_MOST_BATCHES = 8
 _POLL_S = 0.05
 _FIXED_LINES = 2  # the head and the keys
 
@@ -347,6 +350,7 @@ def view(found: PipelineStatus, history: History, order: str = ORDERS[0]) -> Gro
             for id, state in found.models.items()
         )
         requests.add_row("models", Text(", ").join(states))
+    add_batches(requests, found, _MOST_BATCHES)
     parts: list[RenderableType] = [requests]
     for lane in found.lanes:
         parts += [_title(lane), _numbers(lane, history), Text(), _processes(lane, order)]
@@ -436,6 +440,7 @@ def _processes(lane: LaneHealth, order: str) -> Table:
         state = state_of(report)
         problem = problem_of(report, lane.epoch).removeprefix(f"{report.stage} ")
         late = f"silent for {report.age_s:.0f} s" if report.age_s > LATE_S else ""
+        trouble = late or problem
         # Stages of one process share its numbers.
         again = process in seen
         made.add_row(
@@ -445,7 +450,7 @@ def _processes(lane: LaneHealth, order: str) -> Table:
             f"{report.pid}@{report.host}",
             Text("〃" if again else f"{report.cpu:.0%}", "dim" if again else ""),
             Text("〃" if again else decimal(report.memory_bytes), "dim" if again else ""),
-            Text(late or problem, "red"),
+            Text.assemble((trouble, "red"), "  " * bool(trouble), (restarts_of(report), "yellow")),
         )
         seen.add(process)
     return made

@@ -34,6 +34,7 @@ from ..config.temporary import sweep, temporary_folder
 from ..gateway.gateway import DEFAULT_PORT, check_ports, free_port, place_of, url_of
 from ..pipeline.client import BusClient
 from ..telemetry import setup_logging, setup_metrics
+from ..telemetry.logs import are_json
 from .children import Forks, Watchdog
 from .model_files import check_model_files
 from .occupied import refuse_if_served
@@ -45,7 +46,7 @@ from .ray.plan import plan_of
 from .requests import given
 from .running import record, registered
 from .serve import MOST_PORT, GrpcPort, Insecure, announce, port_option
-from .terminal import complain
+from .terminal import Complaints, complain
 
 SERVER_PORT = urlsplit(DEFAULT_URL).port or 0
 """Default port of the embedded server."""
@@ -258,7 +259,7 @@ async def _run_one(
         roles = (*roles, GATEWAY)
     first = config.telemetry.metrics_port
     ports = range(first, first + len(roles)) if first else ()
-    printer = Printer()
+    printer = _printer(config)
     pipeline = config.pipeline
     engine = config.engine if "executor" in pipeline.standby else None
     forks = Forks(roles, pipeline.start_method, environment, printer.say, engine)
@@ -273,6 +274,13 @@ async def _run_one(
         await _run_until_signal(work, printer, stop, processes.kill)
     finally:
         forks.close()
+
+
+def _printer(config: Config, models: Sequence[str] = ()) -> Printer:
+    """Return the printer of all processes; from now on this one complains in its form, too."""
+    Complaints.as_json = are_json(config.telemetry)
+    setup_logging(config.telemetry)
+    return Printer(models, as_json=Complaints.as_json)
 
 
 # --- several models -----------------------------------------------------------------------------
@@ -324,7 +332,7 @@ async def _run_several(
     for model in config.models:
         config.of_model(model)  # raises ConfigError
     ports = MetricsPorts(config.telemetry.metrics_port)
-    printer = Printer([model.id for model in config.models])
+    printer = _printer(config, [model.id for model in config.models])
     roles = (GATEWAY,) if config.gateway.listens else ()
     forks = Forks((*all_roles(1), *roles), config.pipeline.start_method, environment, printer.say)
     gateway = Processes(config, roles, forks, printer, arguments, ports.gateway)
@@ -340,7 +348,6 @@ async def _run_several(
         running[:] = [gateway, *(each for each in running[1:] if each.pids), made]
         return made
 
-    setup_logging(config.telemetry)
     bus = open_bus(config.bus)
     metrics = setup_metrics(config.telemetry, f"models-{socket.gethostname()}-{os.getpid()}")
     manager = ModelManager(config, bus, processes_of, metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -215,8 +216,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         draft_sources: Sources of drafted tokens, as `DraftSourceName` lists.
         max_draft_tokens: Limit on drafted tokens of a sample per step.
         suffix_index_tokens: Tokens of earlier outputs that "suffix" keeps.
-        draft_model_path: A smaller model of the same vocabulary, as `model_path`, that drafts too;
-            "" for none. Its weights and KV take memory of their own.
+        draft_model_path: A smaller model of the same vocabulary, as `model_path`, that drafts too,
+            or an EAGLE-3 head; "mtp" for the MTP head of the model's own checkpoint, "" for none.
+            Its weights and KV take memory of their own.
         tensor_parallel: Ranks (processes) that share each layer of the model. They must divide its
             KV heads.
         pipeline_parallel: Stages of consecutive layers, each computed by `tensor_parallel` ranks of
@@ -441,4 +443,10 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     @property
     def model_name(self) -> str:
         """The model's primary name in requests."""
-        return self.model_id or self.model_folder.name.removesuffix(".gguf")
+        return self.model_id or _name_of(self.model_path)
+
+
+@lru_cache(maxsize=64)
+def _name_of(model_path: str) -> str:
+    """Return the name of a model's folder or GGUF file; requests ask for it several times each."""
+    return EngineConfig(model_path=model_path).model_folder.name.removesuffix(".gguf")

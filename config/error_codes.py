@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.resources import files
 from typing import NamedTuple
+
+# Link and code marks of Markdown.
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 
 
 class ErrorCode(NamedTuple):
@@ -40,4 +44,14 @@ def statuses() -> dict[str, int]:
         for entry in entries
         for code in entry.codes
         if entry.status
+    }
+
+
+def remedies() -> dict[str, str]:
+    """Return the remedy of each code, as plain text."""
+    return {
+        code: _LINK.sub(r"\1", entry.remedy).replace("`", "")
+        for entries in error_codes().values()
+        for entry in entries
+        for code in entry.codes
     }

@@ -23,6 +23,7 @@ class McpConfig(Section, frozen=True, forbid_unknown_fields=True):
         max_result_bytes: Size limit of a tool's result, as text. A server's whole answer may have
             eight times as many.
         max_tools: Limit on the tools that a response offers the model.
+        max_calls: Calls of a response that run at once.
         max_rounds: Limit on the rounds of calls of a response; then the model answers without
             tools.
     """
@@ -36,6 +37,7 @@ class McpConfig(Section, frozen=True, forbid_unknown_fields=True):
     timeout_s: Seconds = 30.0
     max_result_bytes: PositiveInt = 256 << 10
     max_tools: PositiveInt = 128
+    max_calls: PositiveInt = 8
     max_rounds: PositiveInt = 16
 
     def check(self) -> None:

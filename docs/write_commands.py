@@ -35,6 +35,7 @@ PAGES = {
     "adapters": "adapters",
     "admin": "policy",
     "batch": "batches",
+    "files": "batches",
     "chat": "serving",
     "console": "console",
     "digest": "replay",

@@ -1,21 +1,16 @@
-"""Write the tables of errors.md, and the console's errors.json, from config/error_codes.toml.
+"""Write the tables of errors.md from config/error_codes.toml.
 
 python docs/write_errors.py
 """
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from nano_inference.config.error_codes import ErrorCode, error_codes
 
 PAGE = Path(__file__).with_name("errors.md")
-CONSOLE = PAGE.parent.parent / "gateway" / "console" / "static" / "errors.json"
-
-# Link and code marks of Markdown.
-_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 
 
 def table(entries: list[ErrorCode]) -> str:
@@ -36,17 +31,5 @@ def page() -> str:
     return text
 
 
-def remedies() -> str:
-    """Return errors.json: the remedy of each code, as plain text."""
-    found = {
-        code: _LINK.sub(r"\1", remedy).replace("`", "")
-        for entries in error_codes().values()
-        for codes, _, _, remedy in entries
-        for code in codes
-    }
-    return json.dumps(found, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
-
-
 if __name__ == "__main__":
     PAGE.write_text(page())
-    CONSOLE.write_text(remedies())

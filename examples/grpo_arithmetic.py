@@ -378,7 +378,7 @@ def summary(rollouts: Rollouts, record: Record, start: int, end: int) -> dict[st
         "samples_of_several_versions": record.mixed / record.trained,
         "generating": sum(end - start for start, end in busy) / wall,
         "training": sum(end - start for start, end in record.training) / wall,
-        "longest_pause_ms": max(gaps) / 1e6,
+        "longest_pause_ms": max(gaps, default=0) / 1e6,
         "rewards": [round(facts["reward"], 4) for facts in record.facts],
         "facts_last": record.facts[-1],
         "kl_behaviour": [facts["kl_behaviour"] for facts in record.facts],

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with rollouts from this engine: the bundled model learns to add and subtract.
 
-    pip install 'nano-inference[trl]'
+    pip install -e '.[trl]'
     python examples/trl_grpo.py --steps 20
 
 TRL has two places for that. `rollout_func` generates: it gets the prompts of a batch, each as often

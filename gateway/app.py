@@ -32,10 +32,11 @@ from .api.openai.uploads import upload_routes
 from .api.replays import ReplayCalls
 from .api.requests import RequestCalls
 from .api.results import ResultCalls
-from .api.routes import PolicyRoute
+from .api.routes import IndexedRouter, PolicyRoute
 from .api.sglang import sglang_routes
 from .api.token_trees import TokenTreeCalls
 from .batches.files import Files
+from .batches.observed import ObservedBatches
 from .batches.runner import BatchRunner
 from .batches.uploads import Uploads
 from .call import Call, ClientLeft
@@ -46,7 +47,7 @@ from .endpoints import gateway_routes, recent_status, single_model_routes
 from .operations import operation_routes
 from .policy.policy import Policy
 from .server.callers import JsonOnly
-from .server.http import Response, answer_own, error_handler, error_response
+from .server.http import Answered, Response, answer_own, error_handler, error_response
 from .server.measures import Measures
 from .serving.chain import PolicyChain
 from .serving.durable_calls import DurableCalls, watch_orphans
@@ -123,6 +124,17 @@ class Application(Starlette):
                 (NanoInferenceError, HTTPException, ClientLeft), answer
             ),
         )
+        self.router = IndexedRouter(self.router.routes)
+        self._own_calls = ExceptionMiddleware(self.router, {Exception: answer})
+
+    async def answer_own(self, call: Call, body: bytes) -> Answered:
+        """Answer a call of the gateway itself, past the layers that check clients' calls.
+
+        Args:
+            call: The call, with its caller. The response is not a stream.
+            body: The call's body.
+        """
+        return await answer_own(self._own_calls, self, call, body)
 
     @staticmethod
     def respond(call: Call, error: NanoInferenceError) -> Response:
@@ -175,20 +187,22 @@ class GatewayApp(Application):
         self.feed: Feed | None = None
         self.request_log = log
         if log is not None:
-            self.feed = Feed(looks.get, log, lambda: _numbers(services()))
+            record = client.bus.store.history
+            self.feed = Feed(looks.get, log, lambda: _numbers(services()), record)
             own += console_routes(config, self.feed, log, kserve.readiness, services)
         own += dead_letter_routes(client, policy.audit)
         own += operation_routes(client, config, kserve.readiness, policy.audit)
         store = client.bus.store
         files = Files(store.files, blobs_at(config.batches.storage, store.blobs), config.batches)
         self.batches = BatchRunner(
-            partial(answer_own, self),
+            self.answer_own,
             store.batches,
             store.calls,
             files,
             config.batches,
             lambda: kserve.readiness.draining,
             config.gateway.max_body_bytes,
+            ObservedBatches(measures),
         )
         own += [*file_routes(files, store.batches), *upload_routes(Uploads(files))]
         own += ResultCalls(client, config.gateway.comment_s, kserve.readiness, services).routes()

@@ -55,6 +55,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         scopes: Its permissions.
         max_priority: The highest priority it may request; None for `gateway.max_priority`.
         models: The models it may use; None for all.
+        mcp_servers: The MCP servers whose tools it may use, by name or host; None for all.
         limits: The limits of its key and its tenant.
     """
 
@@ -64,6 +65,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     scopes: frozenset[Scope] = frozenset()
     max_priority: int | None = None
     models: tuple[str, ...] | None = None
+    mcp_servers: tuple[str, ...] | None = None
     limits: tuple[AppliedLimits, ...] = ()
 
 
@@ -82,6 +84,11 @@ def may(scopes: Collection[Scope], needed: Needed) -> bool:
 def may_use(caller: Caller, model: str) -> bool:
     """Return whether a caller may use a model or an adapter."""
     return caller.models is None or model in caller.models
+
+
+def tenant_seen_by(caller: Caller) -> str | None:
+    """Return the only tenant whose use a caller may see; None if it may see all."""
+    return None if not caller.key_id or "admin" in caller.scopes else caller.tenant
 
 
 def shown_path(caller: Caller, path: str) -> str:

@@ -13,11 +13,11 @@ from starlette.exceptions import HTTPException
 from ..config import BusError, Config, ModelError, RequestError, shown
 from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
-from ..pipeline.status import PipelineStatus, of_models, pipeline_status
+from ..pipeline.status import PipelineStatus, of_models, of_tenant, pipeline_status
 from ..telemetry import Metrics
 from .api.routes import NO_LOADING, PolicyRoute
 from .call import Call
-from .caller import may_use
+from .caller import may_use, tenant_seen_by
 from .policy.administration import ROUTES as ADMINISTRATION
 from .policy.administration import Administration, Shown
 from .policy.audit import audit_change
@@ -90,7 +90,7 @@ def gateway_routes(
         found, caller = await looks.get(), call.caller
         if found.models:
             found = of_models(found, [model for model in found.models if may_use(caller, model)])
-        return JsonResponse(found)
+        return JsonResponse(of_tenant(found, tenant_seen_by(caller)))
 
     async def progressz(call: Call) -> Response:
         """Whether tokens come while requests are in flight; 503 if they have not for too long."""

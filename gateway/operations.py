@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
 import anyio
 import msgspec
 
-from ..config import Config
+from ..config import Config, RequestError
 from ..pipeline.client import BusClient
 from ..pipeline.operations import OPERATIONS, Operation
 from .api.routes import PolicyRoute
@@ -26,6 +26,7 @@ from .server.http import (
     read_object,
 )
 from .serving.lane_state import Readiness
+from .serving.request_ids import ids_of
 
 PATH = "/admin/operations"
 
@@ -77,7 +78,7 @@ def operation_routes(
             async with AsyncExitStack() as stack:
                 client = await client_of(call, model, stack)
                 await stack.enter_async_context(connected(call.cancelled))
-                found = await operation.run(client, **given)
+                found = await _result(call, operation, client, given)
             if operation.changes:
                 audit_change(audit, call, name, model, body)
             return JsonResponse(found)
@@ -85,3 +86,14 @@ def operation_routes(
         return PolicyRoute(f"POST {PATH}/{name}", operation.scope, endpoint)
 
     return [route(*each) for each in OPERATIONS.items()]
+
+
+async def _result(
+    call: Call, operation: Operation, client: BusClient, given: dict[str, Any]
+) -> Any:
+    """Run an operation. The id of a request may be the caller's own name of it."""
+    if isinstance(id := given.get("id"), str):
+        for each in ids_of(call.caller, id)[:-1]:
+            with suppress(RequestError):
+                return await operation.run(client, **given | {"id": each})
+    return await operation.run(client, **given)

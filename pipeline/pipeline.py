@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any
 
 import anyio
@@ -22,7 +23,7 @@ from ..config.errors import leaves_of
 from ..config.forks import check_not_forked
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
-from ..store.board import StageReport, StageState
+from ..store.board import Restarts, StageReport, StageState
 from ..store.process_state import ProcessUse, identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing
 from .client import BusClient
@@ -38,9 +39,15 @@ class Heart:
     """Reports all stages of the process to the bus's board, in one write, and to the metrics."""
 
     def __init__(
-        self, config: Config, bus: Bus, actors: Mapping[str, Actor], metrics: Metrics | None = None
+        self,
+        config: Config,
+        bus: Bus,
+        actors: Mapping[str, Actor],
+        metrics: Metrics | None = None,
+        restarts: Restarts = Restarts(),  # noqa: B008  (it is frozen)
     ) -> None:
-        """`actors`: the current stage objects by role; a restart replaces one."""
+        """Args: the current stage objects by role, of which a restart replaces one; and restarts
+        of this process."""
         self._config = config
         self._roles = roles_here(config.pipeline)
         self._bus = bus
@@ -53,6 +60,11 @@ class Heart:
         self._early = anyio.Event()
         # The last incarnation and state of each stage, and their begin.
         self._seen: dict[str, tuple[tuple[str, str], float]] = {}
+        self._restarts = dict.fromkeys(self._roles, restarts)
+
+    def restarted(self, role: str, cause: str) -> None:
+        """Count a restart of a stage within this process."""
+        self._restarts[role] = self._restarts[role].after(cause)
 
     def reports(self) -> list[StageReport]:
         """Return the current reports of this process's stages."""
@@ -87,6 +99,8 @@ class Heart:
             ready = actor.condition()[0] == "ready"
             labels = {names.STAGE: actor.name, **actor.labels}
             self._metrics.record(instruments.STAGE_READY, int(ready), labels)
+            restarts = self._restarts[actor.role].count
+            self._metrics.record(instruments.STAGE_RESTARTS, restarts, labels)
             if actor.holds_all:
                 await actor.measure()
 
@@ -128,6 +142,7 @@ class Heart:
             adapters=actor.adapters() if actor and actor.holds_all else (),
             model=self._config.bus.model,
             process=self._process,
+            restarts=self._restarts[role],
         )
 
     def _in_state_s(self, role: str, incarnation: str, state: StageState) -> float:
@@ -168,6 +183,7 @@ class Pipeline(Submitter):
         wait_until_ready: bool = True,
         with_metrics: bool = False,
         standby: bool = False,
+        restarts: Restarts = Restarts(),  # noqa: B008  (it is frozen)
     ) -> None:
         """A pipeline that begins when it is entered.
 
@@ -180,11 +196,13 @@ class Pipeline(Submitter):
             with_metrics: Record metrics without `telemetry.metrics_port`, too, for a gateway on
                 this pipeline's client.
             standby: Load all that the stages need, and take part only after `take_over`.
+            restarts: Restarts of this process.
         """
         self.config = config or Config()
         self._wait_for_bus = wait_for_bus
         self._wait_until_ready = wait_until_ready
         self._with_metrics = with_metrics
+        self._restarts = restarts
         self._called = asyncio.Event()
         if not standby:
             self._called.set()
@@ -245,7 +263,7 @@ class Pipeline(Submitter):
             self.config.telemetry, instance, labels=labels
         )
         self.client = BusClient(self.bus, self.tracing, self.metrics)
-        self._heart = Heart(self.config, self.bus, self._actors, self.metrics)
+        self._heart = Heart(self.config, self.bus, self._actors, self.metrics, self._restarts)
         # A task of its own holds the stages' task group, so that one task may enter the context
         # and another leave it, as test fixtures and servers' hooks do.
         self._stages_task = asyncio.create_task(self._run_stages(), name="stages")
@@ -368,7 +386,8 @@ class Pipeline(Submitter):
             self._actors[role] = actor_class(stage)(context)
             return self._actors[role]
 
-        await supervise(make, self.config.pipeline)
+        restarted = partial(self._heart.restarted, role)
+        await supervise(make, self.config.pipeline, restarted)
 
     def _takes_part(self, role: str) -> None:
         self._ready[role].set()

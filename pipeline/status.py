@@ -9,11 +9,15 @@ from pathlib import PurePath
 import msgspec
 from msgspec.structs import replace
 
+from ..store.batches import BatchProgress
 from ..store.board import StageReport
 from ..store.registry import ModelState
 from .client import BusClient
 from .health import LaneHealth, held_of, lanes_of, reason_of
 from .progress import Progress, progress_of
+
+MOST_BATCHES = 32
+"""Batches of a status."""
 
 
 class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +36,8 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
         models: The states of several models; the numbers above are their sums.
         stall_timeout_s: Time without a token or a step after which a lane is stalled.
         progress: Progress of the lanes with their requests.
+        open_batches: Unfinished batches of all tenants.
+        batches: Of those that gateways have begun to run, the oldest.
     """
 
     ready: bool
@@ -46,6 +52,8 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: dict[str, ModelState] = {}
     stall_timeout_s: float
     progress: Progress
+    open_batches: int = 0
+    batches: list[BatchProgress] = []
 
 
 async def pipeline_status(
@@ -62,14 +70,18 @@ async def pipeline_status(
         stall_timeout_s: As `pipeline.stall_timeout_s`.
         for_operator: Whether the stages' loads have settings, of which those of fairness name
             tenants, and adapters the paths of their folders. All keys of a gateway may read a
-            status without them.
+            status without them; and the causes of restarts.
         with_tenants: Whether fairness's load has the tenants without `for_operator` too.
 
     Raises:
         BusError: The bus can't be reached.
     """
-    records, reports, backlog = await asyncio.gather(
-        client.bus.store.models.read(), client.deployment.reports(), client.deployment.backlog()
+    store = client.bus.store
+    records, reports, backlog, (open_batches, batches) = await asyncio.gather(
+        store.models.read(),
+        client.deployment.reports(),
+        client.deployment.backlog(),
+        store.batches.progress(),
     )
     lanes = lanes_of(
         reports
@@ -90,6 +102,8 @@ async def pipeline_status(
         models=states,
         stall_timeout_s=stall_timeout_s,
         progress=progress_of(lanes, stall_timeout_s),
+        open_batches=open_batches,
+        batches=batches[:MOST_BATCHES],
     )
 
 
@@ -97,11 +111,20 @@ def _for_everyone(report: StageReport, *, with_tenants: bool) -> StageReport:
     hidden = ("settings",) if with_tenants else ("settings", "tenants")
     return replace(
         report,
+        restarts=replace(report.restarts, cause=""),
         load={name: report.load[name] for name in report.load if name not in hidden},
         adapters=tuple(
             replace(each, folder=PurePath(each.folder).name) for each in report.adapters
         ),
     )
+
+
+def of_tenant(status: PipelineStatus, tenant: str | None) -> PipelineStatus:
+    """Return the status with a tenant's batches only; None for all. The numbers remain."""
+    if tenant is None:
+        return status
+    own = [each for each in status.batches if each.tenant == tenant]
+    return replace(status, batches=own)
 
 
 def of_models(status: PipelineStatus, models: Collection[str]) -> PipelineStatus:

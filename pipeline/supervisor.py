@@ -77,8 +77,12 @@ class RestartBudget:
         return float(min(LONGEST_WAIT_S, config.restart_backoff_s * 2 ** min(count - 2, 30)))
 
 
-async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
-    """Run a stage until cancelled.
+async def supervise(
+    make: Callable[[], Actor],
+    config: PipelineConfig,
+    on_restart: Callable[[str], None] = lambda cause: None,
+) -> None:
+    """Run a stage until cancelled; call `on_restart` with the cause of each restart.
 
     Each failure is logged with its traceback and reported to admission, which ends the requests in
     flight. Then, after a wait, a new stage object starts.
@@ -113,6 +117,7 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
             last = reason
             await _announce(actor, reason)
         wait_s = budget.failed(time.monotonic())
+        on_restart(last)
         log.warning("stage_restarts", wait_s=round(wait_s, 3))
         await anyio.sleep(wait_s)
 

@@ -9,16 +9,23 @@ the gateway that holds it, and another one takes the segment over.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from .files import Piece
 from .records import Command, Records, readable
 from .redis.keys import Keys
 
 _STATE, _DONE, _LIVE, _PIECE = b"state", b"done:", b"live:", b"piece:"
+
+_LONGEST_WINDOW_S = 30 * 86_400
+"""Longest time from the making of a batch until its lines run no more."""
+
+_MOST_SHOWN = 4096
+"""Unfinished batches that `progress` counts."""
 
 _FORGOTTEN_S = 86_400
 """Time to live of a batch that is written to after it was deleted."""
@@ -47,6 +54,32 @@ class BatchFault(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
+class SegmentResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The result of a segment.
+
+    Attributes:
+        completed: Lines with an answer.
+        failed: Lines with an error.
+        expired: Lines that were not run since the batch's time was over.
+        cancelled: Lines that were not run since the batch was cancelled.
+        output: Its lines of the output file; None without any.
+        errors: Its lines of the error file; None without any.
+        prompt_tokens, completion_tokens, cached_tokens: The tokens of its lines.
+    """
+
+    OUTCOMES: ClassVar = ("completed", "failed", "expired", "cancelled")
+
+    completed: int = 0
+    failed: int = 0
+    expired: int = 0
+    cancelled: int = 0
+    output: Piece | None = None
+    errors: Piece | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
 class BatchState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The state of a batch. Times are in seconds since the Unix epoch, 0 for not yet.
 
@@ -69,6 +102,7 @@ class BatchState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         faults: Why it failed.
         output_file, error_file: The ids of its results; "" for none.
         results_ttl_s: How long those are kept.
+        counts: Of a batch that has ended and was closed, the sum of its segments' results.
     """
 
     id: str
@@ -93,6 +127,7 @@ class BatchState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_file: str = ""
     error_file: str = ""
     results_ttl_s: int = 0
+    counts: SegmentResult | None = None
 
     @property
     def segments(self) -> int:
@@ -100,28 +135,31 @@ class BatchState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return max(0, len(self.starts) - 1)
 
 
-class SegmentResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of a segment.
+class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress of an unfinished batch, as a gateway that runs it last saw it.
 
     Attributes:
-        completed: Lines with an answer.
-        failed: Lines with an error.
-        expired: Lines that were not run since the batch's time was over.
-        cancelled: Lines that were not run since the batch was cancelled.
-        output: Its lines of the output file; None without any.
-        errors: Its lines of the error file; None without any.
-        prompt_tokens, completion_tokens, cached_tokens: The tokens of its lines.
+        id, tenant, endpoint, status, created_s, total: As of `BatchState`.
+        completed, failed: Lines with an answer, and with an error.
+        lines_per_s: Lines that have ended per second, over the last looks of that gateway.
+        seen_s: When it was seen, in seconds since the Unix epoch.
     """
 
-    completed: int = 0
-    failed: int = 0
-    expired: int = 0
-    cancelled: int = 0
-    output: Piece | None = None
-    errors: Piece | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+    id: str
+    tenant: str
+    endpoint: str
+    status: Status
+    created_s: int
+    total: int
+    completed: int
+    failed: int
+    lines_per_s: float
+    seen_s: int
+
+    @property
+    def open(self) -> int:
+        """The number of lines without an answer."""
+        return self.total - self.completed - self.failed
 
 
 class StoredBatch(NamedTuple):
@@ -142,20 +180,37 @@ class StoredBatch(NamedTuple):
     blobs: frozenset[str]
 
     @property
+    def counts(self) -> SegmentResult:
+        """The sum of the results, without the pieces."""
+        return self.state.counts or _sum(self.done.values())
+
+    @property
     def completed(self) -> int:
         """The number of lines with an answer."""
-        ended = sum(each.completed for each in self.done.values())
-        return ended + sum(live[0] for live in self.live.values())
+        return self.counts.completed + sum(live[0] for live in self.live.values())
 
     @property
     def failed(self) -> int:
         """The number of lines with an error, without those that were not run."""
-        ended = sum(each.failed for each in self.done.values())
-        return ended + sum(live[1] for live in self.live.values())
+        return self.counts.failed + sum(live[1] for live in self.live.values())
+
+
+def _closed(stored: StoredBatch) -> SegmentResult:
+    return replace(stored.counts, completed=stored.completed, failed=stored.failed)
+
+
+_SUMMED = tuple(
+    name for name in SegmentResult.__struct_fields__ if name not in ("output", "errors")
+)
+
+
+def _sum(results: Collection[SegmentResult]) -> SegmentResult:
+    return SegmentResult(**{name: sum(getattr(each, name) for each in results) for name in _SUMMED})
 
 
 _decode = msgspec.json.Decoder(BatchState).decode
 _decode_segment = msgspec.json.Decoder(SegmentResult).decode
+_decode_progress = msgspec.json.Decoder(BatchProgress).decode
 _decode_live = msgspec.json.Decoder(tuple[int, int]).decode
 
 
@@ -180,7 +235,9 @@ class BatchStore:
         await self._records.run_all(
             [("HSET", key, _STATE, msgspec.json.encode(state)), ("EXPIRE", key, ttl_s)]
         )
-        await self._records.run("HSET", listed, state.id, state.created_s)
+        # Kept longer than any batch in it.
+        kept: Command = ("EXPIRE", listed, ttl_s + _LONGEST_WINDOW_S)
+        await self._records.run_all([("HSET", listed, state.id, state.created_s), kept])
         await self.reopen(state)
 
     async def reopen(self, state: BatchState) -> None:
@@ -212,12 +269,44 @@ class BatchStore:
     async def close(self, batch_id: str) -> None:
         """Take a batch from the unfinished ones, if it has ended or was forgotten.
 
-        One that this version can't read stays, for a gateway of the version that wrote it.
+        What is kept of its segments is replaced by their sum. A batch that this version can't read
+        stays, for a gateway of the version that wrote it.
         """
-        raw = await self._records.run("HGET", self._keys.batch(batch_id), _STATE)
-        state = None if raw is None else readable(_decode, raw, "batch")
-        if raw is None or (state is not None and state.status in ENDED):
-            await self._records.run("ZREM", self._keys.open_batches, batch_id)
+        key = self._keys.batch(batch_id)
+        fields = await self._records.run("HGETALL", key)
+        if (stored := _stored(fields)) is None:
+            if _STATE in fields:
+                return
+        elif stored.state.status not in ENDED:
+            return
+        elif len(fields) > 1:
+            whole = replace(stored.state, counts=_closed(stored), starts=())
+            if await self.replace(stored, whole) is None:
+                return
+            await self._records.run("HDEL", key, *(each for each in fields if each != _STATE))
+        await self._records.run_all(
+            [
+                ("ZREM", self._keys.open_batches, batch_id),
+                ("HDEL", self._keys.batch_progress, batch_id),
+            ]
+        )
+
+    async def note_progress(self, progress: BatchProgress) -> None:
+        """Record the progress of an unfinished batch, for operators."""
+        key, raw = self._keys.batch_progress, msgspec.json.encode(progress)
+        await self._records.run_all(
+            [("HSET", key, progress.id, raw), ("EXPIRE", key, _FORGOTTEN_S)]
+        )
+
+    async def progress(self) -> tuple[int, list[BatchProgress]]:
+        """Return the number of unfinished batches, up to 4,096, and the progress of those that
+        gateways have begun to run, the oldest first."""
+        ids, fields = await self.unfinished(_MOST_SHOWN), {}
+        if ids:
+            fields = await self._records.run("HGETALL", self._keys.batch_progress)
+        raws = (fields.get(each.encode()) for each in ids)
+        found = (readable(_decode_progress, raw, "batch") for raw in raws if raw is not None)
+        return len(ids), [each for each in found if each is not None]
 
     async def replace(self, known: StoredBatch, state: BatchState) -> StoredBatch | None:
         """Replace a batch's state if it is still the known one; None if it may have changed.
@@ -236,6 +325,7 @@ class BatchStore:
                 ("DEL", self._keys.batch(batch_id)),
                 ("HDEL", self._keys.batches(tenant), batch_id),
                 ("ZREM", self._keys.open_batches, batch_id),
+                ("HDEL", self._keys.batch_progress, batch_id),
             ]
         )
 
@@ -303,6 +393,7 @@ def _stored(fields: Mapping[bytes, bytes]) -> StoredBatch | None:
         number: counts
         for field, value in fields.items()
         if field.startswith(_LIVE)
+        and state.counts is None
         and (number := int(field.removeprefix(_LIVE))) not in done
         and (counts := readable(_decode_live, value, "batch")) is not None
     }

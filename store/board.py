@@ -5,6 +5,7 @@ No stage depends on the board, and it holds nothing of a request.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -25,6 +26,24 @@ few."""
 _KEPT_S = 60
 
 StageState = Literal["starting", "waiting", "ready", "draining", "gone"]
+
+
+class Restarts(msgspec.Struct, frozen=True):
+    """Restarts of a stage, with its process or without, since its pipeline was started.
+
+    Attributes:
+        count: Their number.
+        cause: Why the last one was necessary.
+        at_s: When that was, seconds since the Unix epoch.
+    """
+
+    count: int = 0
+    cause: str = ""
+    at_s: float = 0.0
+
+    def after(self, cause: str) -> Restarts:
+        """Return the restarts with one that is made now."""
+        return Restarts(self.count + 1, cause, round(time.time(), 3))
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +68,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
         process_state: The process's state if it runs on the reader's machine; set by `read`.
         cpu: Cores that the process has used of late, with all its threads.
         memory_bytes: Its resident memory; 0 where /proc has none.
+        restarts: Of the stage.
     """
 
     lane: str
@@ -68,6 +88,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     process_state: ProcessState = "unknown"
     cpu: float = 0.0
     memory_bytes: int = 0
+    restarts: Restarts = Restarts()
 
 
 class StageBoard:

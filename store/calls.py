@@ -13,7 +13,9 @@ may count a call too often for a while, and never too seldom.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Literal, cast, get_args
 
 import msgspec
@@ -170,22 +172,38 @@ class CallStore:
 
     async def drop(self, call_id: str, name: str = "") -> None:
         """Delete a call of which nothing was published, and the name that it claimed."""
-        key = self._keys.call(call_id)
-        commands: list[Command] = [("HGET", key, _CHARGE), ("DEL", key)]
-        commands += [("ZREM", self._keys.attended, call_id)]
-        commands += [("DEL", self._keys.name(name))] if name else []
-        raw, deleted, *_ = await self._records.run_all(commands)
-        # Only one of several callers has deleted it.
-        if raw is not None and deleted:
-            charge = _decoded(raw)
-            await self._records.run_all(self._count(charge, -charge.size))
+        await self._drop({call_id: name})
 
     async def drop_named(self, names: Sequence[str]) -> None:
         """Delete calls that have ended, by the names that they have claimed."""
         found = await self._records.run_all([("GET", self._keys.name(name)) for name in names])
-        for name, call_id in zip(names, found, strict=True):
-            if call_id is not None:
-                await self.drop(call_id.decode(), name)
+        await self._drop(
+            {each.decode(): name for name, each in zip(names, found, strict=True) if each}
+        )
+
+    async def _drop(self, names: Mapping[str, str]) -> None:
+        """Delete calls, and their names ("" for none)."""
+        commands: list[Command] = []  # three of each call
+        for call_id, name in names.items():
+            key = self._keys.call(call_id)
+            commands += [("HGET", key, _CHARGE), ("DEL", key)]
+            commands += [("DEL", self._keys.name(name) if name else key)]
+        if not names:
+            return
+        commands.append(("ZREM", self._keys.attended, *names))
+        replies = await self._records.run_all(commands)
+        sizes = Counter[tuple[str, int]]()
+        for raw, deleted in zip(replies[:-1:3], replies[1:-1:3], strict=True):
+            # Only one of several callers has deleted it.
+            if raw is not None and deleted:
+                charge = _decoded(raw)
+                sizes[charge.tenant, charge.period] += charge.size
+        counts = [
+            self._count(_Charge(tenant, size, period), -size)
+            for (tenant, period), size in sizes.items()
+        ]
+        if counts:
+            await self._records.run_all([*chain.from_iterable(counts)])
 
     async def attach(self, names: Mapping[str, str], for_s: float) -> None:
         """Attach to calls for `for_s` seconds; a shorter time than before is ignored.

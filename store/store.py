@@ -11,6 +11,7 @@ from .board import StageBoard
 from .calls import CallStore
 from .files import FileStore
 from .forks import ForkStore
+from .history import MinuteRecord
 from .images import ImageStore, MemoryImages
 from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
 from .limits import LimitStore
@@ -44,6 +45,7 @@ class Store:
         files: Files of tenants.
         blobs: Contents of files, where they are kept on the bus.
         batches: Batches of lines.
+        history: The minutes of the console's charts.
     """
 
     board: StageBoard
@@ -61,6 +63,7 @@ class Store:
     files: FileStore
     blobs: RecordBlobs
     batches: BatchStore
+    history: MinuteRecord
 
 
 def store_on(
@@ -87,6 +90,7 @@ def store_on(
         FileStore(keys, records),
         RecordBlobs(keys, records),
         BatchStore(keys, records),
+        MinuteRecord(keys, records),
     )
 
 

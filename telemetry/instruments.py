@@ -377,6 +377,12 @@ ADAPTER_CHANGES = _counter(
 )
 ADAPTER_LOAD = _seconds("nano.adapter.load.duration", "Time to read and check an adapter.")
 STAGE_READY = _gauge("nano.stage.ready", "1", "1 if the stage is ready, 0 if not.", names.STAGE)
+STAGE_RESTARTS = _gauge(
+    "nano.stage.restarts",
+    "{restart}",
+    "Restarts of the stage, or of its process by `up`, since the pipeline was started.",
+    names.STAGE,
+)
 HTTP_DURATION = _seconds(
     "http.server.request.duration",
     "Time of the gateway's calls.",
@@ -399,6 +405,18 @@ MODEL_CALL_DURATION = _seconds(
     "Time of calls to KServe models.",
     names.REQUEST_MODEL,
     names.ERROR_TYPE,
+)
+BATCHES = _gauge("nano.batches", "{batch}", "Unfinished batches of all gateways.")
+BATCH_LINES = _counter(
+    "nano.batch.lines", "{line}", "Lines of batches that this gateway ended.", names.BATCH_OUTCOME
+)
+BATCH_OPEN_LINES = _gauge(
+    "nano.batch.lines.open",
+    "{line}",
+    "Lines without an answer, of the batches that this gateway runs, alone or with others.",
+)
+BATCH_OLDEST = _gauge(
+    "nano.batch.oldest.age", "s", "Age of the oldest batch that this gateway runs; 0 without any."
 )
 AUDIT_LOST = _counter("nano.gateway.audit.lost", "{line}", "Audit log lines not written.")
 REQUEST_LOG_FAILED = _counter(

@@ -55,6 +55,11 @@ def has_colours(stream: TextIO) -> bool:
     return has_cursor(stream) and not os.environ.get("NO_COLOR")
 
 
+def are_json(config: TelemetryConfig) -> bool:
+    """Return whether the lines of a log are JSON."""
+    return config.log_format == "json" or (config.log_format == "auto" and not sys.stderr.isatty())
+
+
 def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> None:
     """Send our log lines, and those of libraries, through one renderer.
 
@@ -62,7 +67,8 @@ def setup_logging(config: TelemetryConfig, *, said: Collection[str] = ()) -> Non
         config: The least level, and the format.
         said: Events that the command prints itself, so that text logs omit them.
     """
-    as_text = config.log_format == "text" or (config.log_format == "auto" and sys.stderr.isatty())
+    as_text = not are_json(config)
+    logging.captureWarnings(not as_text)
     shared: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

@@ -76,6 +76,11 @@ PREFIX_RESULT = "nano.prefix.result"
 RESPONSE_RESULT = "nano.response_cache.result"
 GATEWAY_REASON = "nano.gateway.reason"
 LOG_REASON = "nano.log.reason"
+# Ours, of batches of lines.
+BATCH_ID = "nano.batch.id"
+BATCH_LINE = "nano.batch.line"
+BATCH_LINES = "nano.batch.lines"
+BATCH_OUTCOME = "nano.batch.outcome"
 CALL_OUTCOME = "nano.gateway.tool_call.outcome"
 
 # `position` of vLLM's metrics of speculation, and the source of drafts.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from nano_inference import EngineConfig, SamplingParams
 
 from .rig import FOLDER, load
+from .soaking import in_soak
 
 NEAR, BETWEEN, FAR = (60.0, 2.0), (200.0, 2.0), (350.0, 1.9)
 SHARED, BUSY = (60.0, 1.05), (60.0, 1.5)
@@ -86,6 +90,45 @@ def test_a_model_of_known_text_generates_it(tmp_path: Path) -> None:
     assert list(sample.completion_tokens) == list(completion.samples[0].token_ids) == answer
     assert completion.timings.first_token_ns > 0
     assert len(set(answer)) == 32
+
+
+SECTIONS = ["checks", "device", "steps", "batches", "nano_vllm", "workloads", "peers"]
+
+
+@pytest.mark.parametrize("sections", [SECTIONS[1:3], in_soak(SECTIONS)], ids=len)
+def test_the_program_for_a_device_writes_each_section_as_it_ends(
+    sections: list[str], tmp_path: Path
+) -> None:
+    gpu, path = load("gpu"), tmp_path / "found.json"
+    report = gpu.Report(path, time.monotonic() + 600)
+    assert gpu.run(gpu.DRY, "cpu", report, ["S"], sections)
+    found = json.loads(path.read_text())
+    assert [name for name in SECTIONS if name in {*found, *found["S"]}] == sections
+    assert found["S"]["steps"]["1"]["step_ms"] > 0
+
+
+def test_a_section_for_a_device_that_is_late_or_fails_keeps_its_figures(tmp_path: Path) -> None:
+    gpu, path = load("gpu"), tmp_path / "found.json"
+    report = gpu.Report(path, time.monotonic() + 600)
+
+    def late() -> Iterator[tuple[str, int]]:
+        yield "first", 1
+        while True:
+            pass
+
+    def fails() -> Iterator[tuple[str, int]]:
+        yield "first", 2
+        raise AssertionError("no graphs")
+
+    assert not report.section("steps", late(), 0.01, "S")
+    assert not report.section("checks", fails(), 60)
+    report.deadline = 0
+    assert not report.section("device", fails(), 60)
+    assert json.loads(path.read_text()) == {
+        "S": {"steps": {"first": 1, "ended by": "TimeoutError: it took more than 0 s"}},
+        "checks": {"first": 2, "ended by": "AssertionError: no graphs"},
+        "device": {"ended by": "TimeoutError: no time was left"},
+    }
 
 
 @pytest.mark.parametrize("path", load("tables").DOCUMENTS, ids=lambda path: path.name)

@@ -220,3 +220,20 @@ def test_a_client_does_not_pay_for_torch() -> None:
 def test_the_bundled_model_is_small() -> None:
     folder = ROOT / "models" / "tiny"
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 6 << 20
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, "None"),
+    ],
+)
+def test_threads_wait_for_one_another_briefly_unless_the_environment_says_otherwise(
+    variables: dict[str, str], found: str
+) -> None:
+    program = "import os, nano_inference; print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == found

@@ -120,6 +120,8 @@ def test_the_tutorial_runs_as_it_stands_and_prints_what_it_shows(
             "GATEWAY": gateway,
             "BUS": str(free_port()),
             "COLUMNS": "100",
+            # As on the terminals of the page.
+            "NANO_INFERENCE_TELEMETRY__LOG_FORMAT": "text",
         },
         stdout=subprocess.PIPE,
         text=True,

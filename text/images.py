@@ -111,6 +111,12 @@ class ImageProcessor:
             raise
         # Whatever Transformers raises for settings that it can't read.
         except Exception as error:
+            if "torchvision" in str(error).lower():
+                raise ModelError(
+                    f"Transformers has no image processor for the model in {folder} that works "
+                    "without torchvision, which would bring torch into the processes that decode "
+                    "images; send it texts only, or serve a model of the table in docs/images.md"
+                ) from error
             reason = cut(str(error) or type(error).__name__, 300)
             raise ModelError(
                 f"the image processor in {folder} can't be loaded: {reason}; save the model's "

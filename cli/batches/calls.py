@@ -170,7 +170,6 @@ def in_process(options: Options, tenant: str | None) -> Place:
         from ...gateway.app import make_app
         from ...gateway.call import Call
         from ...gateway.caller import ANYBODY
-        from ...gateway.server.http import answer_own
         from ...pipeline.pipeline import Pipeline
 
         numbers = count(1)
@@ -183,7 +182,7 @@ def in_process(options: Options, tenant: str | None) -> Place:
             async def send(path: str, body: bytes) -> Response:
                 name = f"line-{next(numbers)}"
                 call = Call(id=name, caller=ANYBODY, headers=headers, path=path)
-                answer = await answer_own(app, call, body)
+                answer = await app.answer_own(call, body)
                 return _response(answer.status, answer.body)
 
             yield send

@@ -44,6 +44,23 @@ class BatchClient(ServerClient):
             async for part in response.aiter_bytes():
                 yield part
 
+    async def file(self, file_id: str, method: str = "GET") -> dict[str, Any]:
+        """Read, or delete, the record of a file."""
+        url = f"{self.url}/files/{quote(file_id, safe='')}"
+        return await self._call(method, url, dict[str, Any])
+
+    async def pages(self, name: str, query: str = "") -> list[dict[str, Any]]:
+        """Return all of a list, as `files` or `batches`, with this at the end of its query."""
+        found: list[dict[str, Any]] = []
+        after = ""
+        while True:
+            url = f"{self.url}/{name}?limit=100{after}{query}"
+            page = await self._call("GET", url, dict[str, Any])
+            found += page["data"]
+            if not page.get("has_more"):
+                return found
+            after = f"&after={quote(found[-1]['id'], safe='')}"
+
     async def batches(self, path: str = "", body: Any = None) -> dict[str, Any]:
         """Create a batch, or read the list, or one of `path`, or with a body change it."""
         method = "GET" if body is None else "POST"

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from ...config import ConfigError, nearest, shown
-from ..clients import openai_call
+from ..openai_calls import openai_call
 from ..requests import Template
 from .rows import JSON_LINES, Row, columns_of, format_of, rows_of
 

@@ -107,17 +107,7 @@ def list_batches(options: Options, as_json: AsJson = False) -> None:
     nano-inference batch list
     """
 
-    async def read(client: BatchClient) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        after = ""
-        while True:
-            page = await client.batches(f"?limit=100{after}")
-            found += page["data"]
-            if not page.get("has_more"):
-                return found
-            after = f"&after={quote(found[-1]['id'], safe='')}"
-
-    found = run_with(BatchClient(server_address(options)), read)
+    found = run_with(BatchClient(server_address(options)), lambda client: client.pages("batches"))
     if as_json:
         print_json(*found)
         return

@@ -11,6 +11,8 @@ from celery import Celery
 
 URL = os.environ.get("REDIS_URL", "redis://127.0.0.1:6390")
 app = Celery("celery_task", broker=URL, backend=URL)
+# After so long without an end a task is another worker's: longer than any task takes.
+app.conf.broker_transport_options = {"visibility_timeout": 30}
 server = redis.from_url(URL, decode_responses=True)
 
 
@@ -36,4 +38,4 @@ def complete(self, prompt: str) -> str:
 
 
 if __name__ == "__main__":
-    print("answer:", complete.delay("98 + 25 =").get(timeout=60))
+    print("answer:", complete.delay("98 + 25 =").get(timeout=120))

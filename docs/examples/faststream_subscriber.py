@@ -39,7 +39,7 @@ async def begin_at_the_first_question() -> None:
 
 # The second takes over the questions of a killed worker.
 @broker.subscriber(stream=StreamSub("questions", **WORKER))
-@broker.subscriber(stream=StreamSub("questions", **WORKER, min_idle_time=60_000))
+@broker.subscriber(stream=StreamSub("questions", **WORKER, min_idle_time=30_000))
 @broker.publisher(stream="answers")
 async def answer(question: Question) -> Answer:
     """Return the answer. Of a question that comes again it is generated once, as its request has
@@ -71,7 +71,7 @@ async def ask(prompt: str) -> str:
     async with answers:
         await answers.start()
         await answers.publish(question, stream="questions")
-        return await asyncio.wait_for(found, 60)
+        return await asyncio.wait_for(found, 120)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ..server.http import (
     error_body,
     status_of,
 )
+from ..serving.begun_calls import BodyCall, keyed
 from ..serving.model_names import adapter_of
 from ..serving.prepared import check_request
 from ..serving.request_ids import bus_id, name_of, named
@@ -37,7 +38,8 @@ class RequestCalls:
         """Run a request. Each event is one of its outputs; the last one is its Completion, or an
         error in OpenAI's form. With `stream: false`, the answer is its Completion.
 
-        The tenant is the caller's. Ids are the caller's own names, as in all calls.
+        The tenant is the caller's. Ids are the caller's own names, as in all calls. A call that
+        comes again with its idempotency key gets all outputs from the first one on.
         """
         services, gateway = self._services, self._services.config.gateway
         most = gateway.max_body_bytes
@@ -48,9 +50,11 @@ class RequestCalls:
         call.begin(None if budget_ns is None else budget_ns / _NS_OF_MS, found.model)
         await services.served.check(found.model, call.caller)
         services.submissions.check_priority(call.caller, found, lower_first=False)
-        request = await check_request(services, self._named(call, found))
+        named = await check_request(services, self._named(call, found))
+        begun = await services.keyed.begin(call, keyed(call, found), [named])
+        (request,) = begun.requests
         if not request.stream or request.embed is not None:
-            return await self._whole(call, request)
+            return await self._whole(call, begun)
 
         async def produce(send: SendEvent) -> None:
             sent = False
@@ -61,7 +65,8 @@ class RequestCalls:
                 await send(_encoded(call, output))
 
             try:
-                await services.submissions.run(call, [request], take)
+                async with begun.attach() as attachment:
+                    await services.submissions.run(call, [request], take, attachment)
             except EngineError as error:
                 if error.completion is not None:
                     await take(0, error.completion)
@@ -76,11 +81,12 @@ class RequestCalls:
 
         return EventStream(produce, gateway.comment_s, ids=False)
 
-    async def _whole(self, call: Call, request: GenerateRequest) -> Response:
-        status = 200
+    async def _whole(self, call: Call, begun: BodyCall) -> Response:
+        status, run = 200, self._services.submissions.run
         async with connected(call.cancelled):
             try:
-                (end,) = await self._services.submissions.run(call, [request])
+                async with begun.attach() as attachment:
+                    (end,) = await run(call, begun.requests, attachment=attachment)
             except EngineError as error:
                 if error.completion is None:
                     raise

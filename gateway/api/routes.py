@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cached_property, wraps
+from operator import itemgetter
 
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
-from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.routing import BaseRoute, Match, Route, Router
+from starlette.types import Receive, Scope, Send
 
 from ..call import Call
 from ..caller import Needed
@@ -64,3 +65,38 @@ class RouteFor(PolicyRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches(scope) if self._takes(call_of(scope)) else (Match.NONE, {})
+
+
+class IndexedRouter(Router):
+    """A router that compares a path without parameters with the routes of that path only, instead
+    of with each route in turn."""
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            for route in self._by_path.get(scope["path"], ()):
+                match, found = route.matches(scope)
+                if match is Match.FULL:
+                    scope.update(found, route=route)
+                    await route.handle(scope, receive, send)
+                    return
+        # A path with parameters, or one that is to be refused or redirected.
+        await super().app(scope, receive, send)
+
+    @cached_property
+    def _by_path(self) -> dict[str, list[BaseRoute]]:
+        """The routes that may be for a path, in order. Made at the first call, after all routes."""
+        plain: dict[str, list[tuple[int, BaseRoute]]] = {}
+        others: list[tuple[int, BaseRoute]] = []
+        for place, each in enumerate(self.routes):
+            if isinstance(each, Route) and not each.param_convertors:
+                plain.setdefault(each.path, []).append((place, each))
+            else:
+                others.append((place, each))
+        return {
+            path: [
+                each
+                for _, each in sorted((*own, *others), key=itemgetter(0))
+                if not isinstance(each, Route) or each.path_regex.match(path)
+            ]
+            for path, own in plain.items()
+        }

@@ -73,7 +73,7 @@ class OpenAILines:
     headers: Headers = ()
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
-        found, refused = _decoded(text, _OpenAILine, "custom_id, method, url and body")
+        found, refused = _decoded(number, text, _OpenAILine, "custom_id, method, url and body")
         if found is None:
             return Line(number, _custom_id_in(text), None, refused)
         if found.method != "POST":
@@ -117,7 +117,7 @@ class AnthropicLines:
     headers: Headers = ((b"anthropic-version", b"2023-06-01"),)
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
-        found, refused = _decoded(text, _AnthropicLine, "custom_id and params")
+        found, refused = _decoded(number, text, _AnthropicLine, "custom_id and params")
         if found is None:
             return Line(number, _custom_id_in(text), None, refused)
         refused = _bad_id(found.custom_id) or _bad_body(found.params)
@@ -191,7 +191,8 @@ def _unmarked(text: bytes, start: int) -> bytes:
 
 def too_long(number: int, max_bytes: int) -> Line:
     """Return the line in place of one that is too long to be run."""
-    why = f"the line has more than {max_bytes} bytes, which is the most (gateway.max_body_bytes)"
+    most = f"{max_bytes} bytes, which is the most (gateway.max_body_bytes)"
+    why = f"line {number + 1} has more than {most}"
     return Line(number, "", None, RequestError(why, "shorten it", code="request_too_large"))
 
 
@@ -216,12 +217,14 @@ def prefix_of(body: bytes) -> bytes:
     return b"\0".join(bytes(each) for each in msgspec.structs.astuple(found))
 
 
-def _decoded(text: bytes, kind: Any, fields: str) -> tuple[Any, RequestError | None]:
+def _decoded(number: int, text: bytes, kind: Any, fields: str) -> tuple[Any, RequestError | None]:
     try:
         return msgspec.json.decode(text, type=kind), None
     except (ValueError, RecursionError) as error:
-        why = f"the line can't be read: {error}"
-        return None, RequestError(why, f"it must be a JSON object with {fields}", code="malformed")
+        # Its client finds it by its number: it may have no id that can be read.
+        why = f"line {number + 1} can't be read: {error}"
+        remedy = f"it must be a JSON object in UTF-8 with {fields}"
+        return None, RequestError(why, remedy, code="malformed")
 
 
 class _CustomId(msgspec.Struct):

@@ -42,6 +42,7 @@ from ..server.http import DEFAULT_RETRY_S, Answered
 from ..serving.begun_calls import name_of_key
 from .files import Files
 from .lines import FORMATS, Line, LineFormat, Unrun, call_id, lines_of, prefix_of, too_long
+from .observed import ObservedBatches
 from .validation import scan
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ class BatchRunner:
         calls: The durable calls, of which each line is one.
         stopping: Returns whether the gateway takes no more lines.
         max_line_bytes: Longest line that may be run.
+        observed: Spans, metrics and progress.
     """
 
     answer: Callable[[Call, bytes], Awaitable[Answered]]
@@ -117,6 +119,7 @@ class BatchRunner:
     config: BatchesConfig
     stopping: Callable[[], bool]
     max_line_bytes: int
+    observed: ObservedBatches
 
     def __post_init__(self) -> None:
         self._owner = uuid.uuid4().hex
@@ -160,6 +163,7 @@ class BatchRunner:
     async def _begin_more(self, group: TaskGroup) -> None:
         """Begin to run unfinished batches as far as there is room, the oldest first."""
         listed = await self.store.unfinished(MOST_LISTED)
+        self.observed.unfinished = len(listed)
         self._tenants = {each: self._tenants[each] for each in listed if each in self._tenants}
         of_tenant = Counter(self._tenants[each] for each in self._running if each in self._tenants)
         for batch_id in listed:
@@ -193,6 +197,7 @@ class BatchRunner:
             await anyio.sleep(LOOK_S)
         finally:
             self._running.pop(batch_id, None)
+            self.observed.left(batch_id)
 
     async def _look(self, running: _Running, group: TaskGroup) -> bool:
         """Do as `_advance`. While the bus is away, lines in flight go on."""
@@ -220,6 +225,7 @@ class BatchRunner:
             await self.store.close(running.state.id)
             return False
         running.state = state = stored.state
+        await self.store.note_progress(self.observed.seen(stored))
         if state.status == "validating":
             async with self._whole(state) as own:
                 if own:
@@ -271,10 +277,12 @@ class BatchRunner:
         now_s = int(time.time())
         if faults:
             ended = {"status": "failed", "faults": tuple(faults), "ended_s": now_s}
-            await self._change(state.id, "validating", **ended)
-            return
-        begun = {"status": "in_progress", "began_s": now_s, "starts": starts, "total": total}
-        await self._change(state.id, "validating", **begun)
+            changed = await self._change(state.id, "validating", **ended)
+        else:
+            begun = {"status": "in_progress", "began_s": now_s, "starts": starts, "total": total}
+            changed = await self._change(state.id, "validating", **begun)
+        if changed is not None:
+            self.observed.began(changed)
 
     async def _finalize(self, stored: StoredBatch) -> None:
         """Make the files of results, and end the batch."""
@@ -284,7 +292,7 @@ class BatchRunner:
             await self._change(state.id, "in_progress", **now)
             return
         results = [stored.done[number] for number in range(state.segments)]
-        fields = {
+        fields: dict[str, Any] = {
             "output_file": await self._compose(state, "output", [each.output for each in results]),
             "error_file": await self._compose(state, "error", [each.errors for each in results]),
         }
@@ -296,8 +304,9 @@ class BatchRunner:
         pieces = (piece for each in results for piece in (each.output, each.errors))
         counting = {piece.blob for piece in pieces if piece is not None}
         await self.files.blobs.delete(sorted(stored.blobs - counting))
-        await self._change(state.id, state.status, status=ended, ended_s=int(time.time()), **fields)
-        get_logger().info("batch_ended", batch=state.id, status=ended, lines=state.total)
+        fields |= {"status": ended, "ended_s": int(time.time())}
+        if (changed := await self._change(state.id, state.status, **fields)) is not None:
+            self.observed.ended(changed, stored.counts)
 
     async def _compose(
         self, state: BatchState, kind: Literal["output", "error"], pieces: Sequence[Piece | None]
@@ -320,15 +329,19 @@ class BatchRunner:
         await self.files.records.put(record)
         return record.id
 
-    async def _change(self, batch_id: str, known: Status | None, **fields: Any) -> None:
-        """Change a batch's state, unless its status is not the `known` one (None for any that is no
-        end) by now."""
+    async def _change(
+        self, batch_id: str, known: Status | None, **fields: Any
+    ) -> BatchState | None:
+        """Change a batch's state and return it; None if its status is not the `known` one (None for
+        any that is no end) by now."""
         while (stored := await self.store.read(batch_id)) is not None:
             status = stored.state.status
             if status in ENDED or known not in (None, status):
-                return
-            if await self.store.replace(stored, replace(stored.state, **fields)) is not None:
-                return
+                return None
+            state = replace(stored.state, **fields)
+            if await self.store.replace(stored, state) is not None:
+                return state
+        return None
 
     # --- segments -----------------------------------------------------------------------------
 
@@ -416,7 +429,8 @@ class BatchRunner:
             for wait_s in _waits():
                 call = _call(running.state, line)
                 async with self._slots:
-                    answer = await self.answer(call, body)
+                    with self.observed.line(running.state, call, line.number):
+                        answer = await self.answer(call, body)
                 if call.aborted:
                     # By an operator, or because no gateway took it over in time. Its key leads to
                     # what it has come to.
@@ -451,6 +465,8 @@ class BatchRunner:
         if not await self._patiently(finish):
             with suppress(BusError):  # deleted with the batch's end
                 await self.files.blobs.delete(blobs.values())
+            return
+        self.observed.recorded(result)
 
     async def _write(self, name: str, lines: Sequence[bytes], ttl_s: int) -> int:
         return await self.files.blobs.write(name, _parts(lines), ttl_s)

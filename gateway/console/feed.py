@@ -13,10 +13,11 @@ import msgspec
 
 from ...config import NanoInferenceError
 from ...pipeline.health import problem_of, roles_of
-from ...pipeline.status import PipelineStatus, of_models
-from ..caller import Caller, may_use
+from ...pipeline.status import PipelineStatus, of_models, of_tenant
+from ...store.history import MinuteRecord
+from ..caller import Caller, may_use, tenant_seen_by
 from ..serving.request_log import RequestLog
-from .history import History, Point, point_of
+from .history import Point, RecordedHistory, point_of
 
 EVERY_S = 1.0
 """Period of snapshots; the lanes report once a second."""
@@ -38,8 +39,7 @@ class Viewer(NamedTuple):
 
 def viewer_of(caller: Caller) -> Viewer:
     """Return what a caller may see, as `LoggedRequest.seen_by` has it."""
-    everyone = not caller.key_id or "admin" in caller.scopes
-    return Viewer(None if everyone else caller.tenant, caller.models)
+    return Viewer(tenant_seen_by(caller), caller.models)
 
 
 class Snapshot(NamedTuple):
@@ -72,9 +72,17 @@ class Feed:
         read: Callable[[], Awaitable[PipelineStatus]],
         log: RequestLog,
         gateway: Callable[[], dict[str, int]],
+        record: MinuteRecord,
         every_s: float = EVERY_S,
     ) -> None:
-        """`read`: reads the status from the board; `gateway`: numbers of this gateway."""
+        """
+        Args:
+            read: Reads the status from the board.
+            log: The last requests of this gateway.
+            gateway: Returns numbers of this gateway.
+            record: The minutes of the charts.
+            every_s: Period of snapshots.
+        """
         self._read, self._log, self._gateway = read, log, gateway
         self._every_s = every_s
         self._viewers = 0
@@ -82,7 +90,7 @@ class Feed:
         self._latest: Snapshot | None = None
         self._changed = anyio.Event()
         self._closed = False
-        self.history = History()
+        self.history = RecordedHistory(record)
         self._encoded: dict[Viewer, bytes] = {}
         self.reads = 0
 
@@ -136,10 +144,10 @@ class Feed:
             except NanoInferenceError as error:
                 problem = error.message
             self._latest = Snapshot(int(time.time() * 1000), status, problem)
-            self.history.add(point_of(self._latest.at_ms, status))
             self._encoded.clear()
             changed, self._changed = self._changed, anyio.Event()
             changed.set()
+            await self.history.keep(point_of(self._latest.at_ms, status))
             await asyncio.sleep(max(0.1, self._every_s - (time.monotonic() - started)))
 
     def _encode(self, snapshot: Snapshot, viewer: Viewer) -> bytes:
@@ -153,6 +161,8 @@ class Feed:
         caller = Caller(models=viewer.models)
         if status is not None and status.models and viewer.models is not None:
             status = of_models(status, [each for each in status.models if may_use(caller, each)])
+        if status is not None:
+            status = of_tenant(status, viewer.tenant)
         tenants = [each for each in self._log.tenants() if viewer.tenant in (None, each.tenant)]
         return {
             "at_ms": snapshot.at_ms,

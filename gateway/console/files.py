@@ -11,6 +11,7 @@ from mimetypes import guess_type
 import msgspec
 
 from ...config import RequestError, shown
+from ...config.error_codes import remedies
 from ..api.routes import PolicyRoute
 from ..call import Call
 from ..server.http import RedirectResponse, Response
@@ -57,9 +58,11 @@ class StaticFile(msgspec.Struct, frozen=True):
 
 @cache
 def read_files() -> dict[str, StaticFile]:
-    """Return all files by name, read and compressed once."""
+    """Return all files by name, read and compressed once, and errors.json: the remedies."""
     folder = resources.files(__package__) / "static"
-    return {each.name: _file(each.name, each.read_bytes()) for each in folder.iterdir()}
+    contents = {each.name: each.read_bytes() for each in folder.iterdir()}
+    contents["errors.json"] = msgspec.json.encode(remedies())
+    return {name: _file(name, content) for name, content in contents.items()}
 
 
 def file_routes() -> list[PolicyRoute]:

@@ -1,4 +1,4 @@
-"""Points of the console's charts: ten minutes by the second, a day by the minute."""
+"""Points of the console's charts: ten minutes by the second; a day by the minute, on the bus."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...config import split_role
+from ...config import BusError, split_role
+from ...config.logger import get_logger
 from ...pipeline.status import PipelineStatus
+from ...store.history import MinuteRecord
+from ...store.records import readable
 
 SECONDS = 600
 """Points by the second: ten minutes."""
@@ -51,18 +54,70 @@ class History:
         self._minutes: deque[Point] = deque(maxlen=minutes)
         self._minute: list[Point] = []
 
-    def add(self, point: Point) -> None:
-        """Add the next second's point."""
+    def add(self, point: Point) -> Point | None:
+        """Add the next second's point; return the minute that it has completed."""
+        whole = None
         if self._minute and self._minute[0].at_ms // _MINUTE_MS != point.at_ms // _MINUTE_MS:
-            self._minutes.append(_mean(self._minute))
+            whole = _mean(self._minute)
+            self._minutes.append(whole)
             self._minute.clear()
         self._minute.append(point)
         self.seconds.append(point)
+        return whole
+
+    def precede(self, minutes: Iterable[Point]) -> None:
+        """Put minutes before the first one."""
+        own = self.minutes
+        earlier = [each for each in minutes if not own or each.at_ms < own[0].at_ms]
+        self._minutes = deque([*earlier, *self._minutes], maxlen=self._minutes.maxlen)
 
     @property
     def minutes(self) -> list[Point]:
         """The points by the minute; the last one has the minute so far."""
         return [*self._minutes, *([_mean(self._minute)] if self._minute else [])]
+
+
+class RecordedHistory(History):
+    """A history whose minutes outlive the gateway, where its bus does."""
+
+    def __init__(self, record: MinuteRecord) -> None:
+        super().__init__()
+        self._record = record
+        self._recorded: dict[int, bytes] | None = None
+        self._failed = False
+
+    async def keep(self, point: Point) -> None:
+        """Add the next second's point, and record the minute that it has completed. A failure is
+        logged once, and the charts then have the minutes of this process."""
+        whole = self.add(point)
+        try:
+            if self._recorded is None:
+                await self._read(point.at_ms)
+            if whole is not None:
+                await self._write(whole)
+        except BusError as error:
+            if not self._failed and point.tokens_per_s is not None:
+                get_logger().warning("console.history_not_recorded", reason=error.message)
+                self._failed = True
+
+    async def _read(self, now_ms: int) -> None:
+        self._recorded = await self._record.read()
+        points = [readable(_decode, raw, "history") for raw in self._recorded.values()]
+        oldest = now_ms - MINUTES * _MINUTE_MS
+        self.precede(each for each in points if each is not None and each.at_ms > oldest)
+
+    async def _write(self, whole: Point) -> None:
+        oldest = whole.at_ms - MINUTES * _MINUTE_MS
+        recorded = self._recorded or {}
+        dropped = [each for each in recorded if each <= oldest]
+        await self._record.write(whole.at_ms, _encode(whole), dropped)
+        recorded[whole.at_ms] = b""
+        for each in dropped:
+            del recorded[each]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Point).decode
 
 
 def point_of(at_ms: int, status: PipelineStatus | None) -> Point:

@@ -32,7 +32,7 @@ from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
 from .models import ModelApp, Models
 from .routes import ModelControl, OllamaModels, deployment_routes
 
-_BY_ID = ("/v1/streams/{", "/v1/responses/{")
+_BY_ID = ("/v1/streams", "/v1/responses/{")
 
 
 class DeploymentApp(GatewayApp):

@@ -21,7 +21,7 @@ PREFIX = "/models/"
 ABORT = "/abort_request"
 
 _WITHOUT_LANES = (
-    "/v1/streams/",
+    "/v1/streams",
     "/v1/responses/",
     "/v1/conversations",
     "/v1/models",
@@ -148,8 +148,10 @@ class ModelDispatch:
     async def by_id(self, call: Call) -> Response:
         """Hand a call about another call to the other call's model."""
         params = call.params
-        call_id = params.get("stream") or params["response_id"]
-        return ForwardedResponse(await self._models.of_call(call_id))
+        call_id = params.get("stream") or params.get("response_id")
+        return ForwardedResponse(
+            await self._models.of_call(call_id or await self._models.keyed(call))
+        )
 
     async def abort(self, call: Call) -> Response:
         """Hand an abort to the named model, or to the one with this request."""

@@ -15,7 +15,9 @@ from ...pipeline.client import BusClient
 from ...store.calls import DurableCall
 from ...store.registry import ModelRecord, Records, find_model
 from ..app import Interfaces
+from ..call import Call
 from ..server.http import EngineError, FieldError
+from ..serving.begun_calls import call_of_key
 from ..serving.durable_calls import DurableCalls, model_of, not_found
 from ..serving.lane_state import Readiness, Recent
 from ..serving.model_names import alias_of
@@ -184,6 +186,10 @@ class Models:
             return await self.find(model_of(stored) if stored is not None else "")
         except UnknownModel:
             raise not_found(call_id) from None
+
+    async def keyed(self, call: Call) -> str:
+        """As `call_of_key`."""
+        return await call_of_key(self._client.bus.store.calls, call)
 
     def owner_of(self, stored: DurableCall) -> DurableCalls | None:
         """Return the durable calls of a call's model; None if the model is gone."""

@@ -26,7 +26,7 @@ from .store import PolicyStore, block_list_of
 
 Seconds = Annotated[float, Meta(gt=0, le=100 * 366 * 86_400)]
 Scopes = Annotated[tuple[Scope, ...], Meta(min_length=1)]
-Models = Annotated[tuple[ModelName, ...], Meta(max_length=1000)]
+Names = Annotated[tuple[ModelName, ...], Meta(max_length=1000)]
 
 Shown = dict[str, Any]
 """A value as JSON shows it."""
@@ -42,7 +42,8 @@ class _KeyFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: Name | UnsetType = UNSET
     scopes: Scopes | UnsetType = UNSET
     max_priority: Priority | UnsetType | None = UNSET
-    models: Models | UnsetType | None = UNSET
+    models: Names | UnsetType | None = UNSET
+    mcp_servers: Names | UnsetType | None = UNSET
     limits: Limits | UnsetType = UNSET
     expires_in_s: Seconds | UnsetType | None = UNSET
 

@@ -38,6 +38,8 @@ class ApiKey(_Part, frozen=True):
         created_ns: Wall clock.
         max_priority: The highest priority; None for `gateway.max_priority`.
         models: The models it may use; None for all.
+        mcp_servers: The MCP servers whose tools it may use: names in `mcp.servers`, and hosts of
+            URLs; None for all.
         limits: Limits of this key; those of its tenant apply as well.
         expires_ns: Expiry, wall clock; None for never.
     """
@@ -50,6 +52,7 @@ class ApiKey(_Part, frozen=True):
     created_ns: int
     max_priority: Priority | None = None
     models: Annotated[tuple[ModelName, ...], Meta(max_length=1000)] | None = None
+    mcp_servers: Annotated[tuple[Name, ...], Meta(max_length=1000)] | None = None
     limits: Limits = Limits()
     expires_ns: int | None = None
 

@@ -141,6 +141,7 @@ def _caller_of(document: PolicyDocument, key: ApiKey) -> Caller:
             scopes=frozenset(key.scopes),
             max_priority=key.max_priority,
             models=key.models,
+            mcp_servers=key.mcp_servers,
             limits=(AppliedLimits(f"key:{key.id}", key.limits),),
         ),
     )

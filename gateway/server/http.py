@@ -6,7 +6,7 @@ import gc
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from io import BytesIO
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -71,7 +71,8 @@ _NOT_OFFERED = frozenset(
 )
 """First names of OpenAI's paths that no interface here has."""
 
-_CALL = "call"
+_CALL, _OWN = "call", "own"
+"""Of a scope's state: the call; set for a call that came over no connection."""
 
 CALL_HEADER = "X-Request-Id"
 """The call's id, by the client or else the gateway; in the response and the log."""
@@ -254,7 +255,8 @@ def call_of(scope: Scope, receive: Receive | None = None) -> Call:
     if receive is not None:
         call.fetch = partial(_body_of, call, receive)
         call.chunks = partial(_chunks_of, call, receive)
-        call.cancelled = partial(_left, receive)
+        if _OWN not in state:
+            call.cancelled = partial(_left, receive)
     return call
 
 
@@ -266,24 +268,23 @@ class Answered(NamedTuple):
     body: bytes
 
 
-async def answer_own(app: ASGIApp, call: Call, body: bytes) -> Answered:
-    """Run a call that came over no connection through an application; return its response.
+async def answer_own(routed: ASGIApp, app: ASGIApp, call: Call, body: bytes) -> Answered:
+    """Run a call that came over no connection; return its response.
 
     Args:
-        app: The application, without the layers of a server.
+        routed: The routes of the application, with its handler of errors.
+        app: The application.
         call: The call, with its caller. The response is not a stream.
         body: The call's body.
     """
     begun: dict[str, Any] = {}
     pieces: list[bytes] = []
-    left = anyio.Event()
 
     async def receive() -> Message:
-        if not begun.setdefault("read", False):
-            begun["read"] = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        await left.wait()
-        return {"type": "http.disconnect"}
+        if begun.setdefault("read", False):
+            await anyio.sleep_forever()
+        begun["read"] = True
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -293,6 +294,7 @@ async def answer_own(app: ASGIApp, call: Call, body: bytes) -> Answered:
 
     scope = {
         "type": "http",
+        "app": app,
         "http_version": "1.1",
         "method": call.method,
         "scheme": call.scheme,
@@ -300,10 +302,10 @@ async def answer_own(app: ASGIApp, call: Call, body: bytes) -> Answered:
         "raw_path": call.path.encode(),
         "root_path": "",
         "query_string": call.query_string,
-        "headers": [*call.headers],
-        "state": {_CALL: call},
+        "headers": call.headers,
+        "state": {_CALL: call, _OWN: True},
     }
-    await app(scope, receive, send)
+    await routed(scope, receive, send)
     headers = {
         name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]
     }
@@ -455,6 +457,9 @@ async def connected(cancelled: Callable[[], Awaitable[None]]) -> AsyncIterator[N
     Raises:
         ClientLeft: The client has left.
     """
+    if cancelled is anyio.sleep_forever:  # no client's
+        yield
+        return
     done = False
 
     async def watch() -> None:
@@ -536,15 +541,26 @@ class EventStream(Response):
                 elif anyio.current_time() >= sent_at + every_s:
                     await send_part(self._comment)
 
-        with suppress(ClientLeft):
-            async with connected(partial(_left, receive)):
-                async with task_group() as group:
-                    if self._comment_s is not None:
-                        group.start_soon(comment, self._comment_s)
-                    await self.produce(send_event)
-                    group.cancel_scope.cancel()
-                await begin()
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            await _left(receive)
+            left = True
+            group.cancel_scope.cancel()
+
+        async with task_group() as group:
+            group.start_soon(watch)
+            if self._comment_s is not None:
+                group.start_soon(comment, self._comment_s)
+            try:
+                await self.produce(send_event)
+            except ClientLeft:
+                left = True
+            group.cancel_scope.cancel()
+        if not left:
+            await begin()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _head(self, event_id: str, name: str) -> bytes:
         """Return the lines of an event before its data, and the beginning of the data's."""

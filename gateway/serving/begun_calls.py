@@ -16,7 +16,7 @@ import msgspec
 
 from ...bus.public import GenerateRequest
 from ...config import RequestError
-from ...store.calls import DurableCall
+from ...store.calls import CallStore, DurableCall
 from ..call import Call
 from ..caller import check_allowed, may_use
 from ..server.http import EngineError
@@ -264,7 +264,7 @@ def last_event_id(call: Call) -> str:
     return call.header("last-event-id") or ""
 
 
-def keyed(call: Call, body: Body) -> IdempotencyKey | None:
+def keyed(call: Call, body: Body | GenerateRequest) -> IdempotencyKey | None:
     """Return the identity of a call with an idempotency key; None without one.
 
     Raises:
@@ -305,6 +305,28 @@ def identity_of(call: Call, key: str, body: bytes) -> IdempotencyKey:
 def name_of_key(tenant: str, key: str) -> str:
     """Return the name that a tenant's first call with a key claims."""
     return IdempotencyKey(_digest(tenant, key), "").claimed
+
+
+async def call_of_key(store: CallStore, call: Call) -> str:
+    """Return the id of the last call that a request's tenant has made with its key.
+
+    Raises:
+        RequestError: invalid_idempotency_key, stream_not_found.
+    """
+    if (key := key_of(call)) is None:
+        raise RequestError(
+            f"DELETE /v1/streams ends the call of the header {HEADER}; send it, or DELETE "
+            "/v1/streams/{id}",
+            code="invalid_idempotency_key",
+        )
+    name, found = _digest(call.tenant, key), ""
+    for attempt in range(MOST_ATTEMPTS):
+        if not (owner := await store.named(IdempotencyKey(name, "", attempt).claimed)):
+            break
+        found = owner
+    if not found:
+        raise not_found(key)
+    return found
 
 
 def check_same(first: IdempotencyKey | None, again: IdempotencyKey) -> None:

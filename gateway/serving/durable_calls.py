@@ -468,7 +468,11 @@ class DurableCalls:
         if record.background:
             # Orphaned after that; another gateway takes it over.
             await self._calls.attach({record.id: record.name}, self._attached_s(background=True))
-        elif self._grace_s and not attachment.failed and await self._may_resume(attachment):
+        elif (
+            self._grace_s
+            and not (attachment.failed or attachment.cut_short)
+            and await self._may_resume(attachment)
+        ):
             await self._calls.attach({record.id: record.name}, self._grace_s)
         elif attachment.failed and not attachment.entries:
             # Refused here; sent again, it may be accepted.

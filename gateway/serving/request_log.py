@@ -15,7 +15,7 @@ from ...config import RequestError
 from ...config.logger import get_logger
 from ...telemetry import Metrics, instruments, now_ns
 from ..call import CLIENT_LEFT, Call
-from ..caller import ANYBODY, NOBODY, Caller, may_use
+from ..caller import ANYBODY, NOBODY, Caller, may_use, tenant_seen_by
 from .request_ids import ids_of, name_of
 
 MOST_REQUESTS = 10_000
@@ -107,7 +107,7 @@ class LoggedRequest(msgspec.Struct):
     def seen_by(self, caller: Caller) -> bool:
         """Return whether a caller may read it: without keys everybody, else callers of its tenant
         and administrators, for the models of their keys."""
-        own = not caller.key_id or "admin" in caller.scopes or caller.tenant == self.tenant
+        own = tenant_seen_by(caller) in (None, self.tenant)
         if not self.of_model:
             return own
         return own and may_use(caller, self.of_model) and may_use(caller, self.model)

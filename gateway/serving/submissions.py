@@ -37,7 +37,7 @@ from ..call import Account, Call
 from ..caller import Caller, may_use
 from ..server.http import DEFAULT_RETRY_S, EngineError, field_error, task_group
 from ..server.measures import Measures
-from .capacity import Capacity
+from .capacity import Capacity, Ticket
 from .chain import PolicyChain
 from .durable_calls import Attachment
 from .fields import in_words_of_body
@@ -295,6 +295,8 @@ class Submissions:
 
         completions: dict[int, Completion] = {}
         owned: dict[str, _Owner] = {}
+        # The places of a tenant's lines are not those of its other calls, which come first.
+        share = f"{call.tenant}\0lines" if call.batch_line else call.tenant
 
         async def run(index: int, begun: bool, placed: bool) -> None:
             try:
@@ -310,25 +312,39 @@ class Submissions:
                         await anyio.lowlevel.checkpoint()
             finally:
                 if placed:
-                    self._capacity.give_back(call.tenant)
+                    self._capacity.give_back(share)
 
-        waiting: dict[str, int] = {}
-        new = [request for request in requests if request.request_id not in published]
+        waiting = {
+            request.request_id: index
+            for index, request in enumerate(requests)
+            if request.request_id not in published
+        }
+        new = [requests[index] for index in waiting.values()]
+
+        async def place(ticket: Ticket, request_id: str) -> bool:
+            await self._count_lanes()
+            with in_time(call):
+                return await self._capacity.take(ticket, request_id)
+
         with self._owned(call, requests, owned, attachment is not None):
-            async with self.policy.admitted(call, new), task_group() as group:
-                for index, request in enumerate(requests):
-                    if request.request_id in published:
-                        group.start_soon(run, index, True, False)
-                    else:
-                        waiting[request.request_id] = index
-                with self._capacity.wait(call.tenant, list(waiting)) as ticket:
-                    await self._count_lanes()
-                    for number, (request_id, index) in enumerate(waiting.items()):
-                        with in_time(call):
-                            begun = await self._capacity.take(ticket, request_id)
-                        group.start_soon(run, index, begun, begun)
-                        if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
-                            await anyio.lowlevel.checkpoint()
+            async with self.policy.admitted(call, new):
+                if len(requests) == 1:  # in this task
+                    begun = True
+                    if new:
+                        with self._capacity.wait(share, [*waiting]) as ticket:
+                            begun = await place(ticket, new[0].request_id)
+                    await run(0, begun, begun and bool(new))
+                    return [*completions.values()]
+                async with task_group() as group:
+                    for index, request in enumerate(requests):
+                        if request.request_id in published:
+                            group.start_soon(run, index, True, False)
+                    with self._capacity.wait(share, [*waiting]) as ticket:
+                        for number, (request_id, index) in enumerate(waiting.items()):
+                            begun = await place(ticket, request_id)
+                            group.start_soon(run, index, begun, begun)
+                            if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
+                                await anyio.lowlevel.checkpoint()
         return [completion for _, completion in sorted(completions.items())]
 
     def _observe(self, call: Call, requests: Sequence[GenerateRequest]) -> None:

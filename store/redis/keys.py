@@ -41,6 +41,8 @@
 {prefix}:blob:{name}       hash, the contents of a file in chunks, and their `size` (internal)
 {prefix}:batches:{tenant}  hash, by id when each batch of the tenant was made (internal)
 {prefix}:batches           sorted set of unfinished batches, by when they were made (internal)
+{prefix}:batch_progress    hash, by id the progress of unfinished batches: JSON (BatchProgress)
+                           (internal)
 {prefix}:batch:{id}        hash, a batch: its `state` (BatchState as JSON), the result of each
                            segment of its lines (`done:{number}`), and names of blobs that were
                            written for them (`piece:{name}`) (internal)
@@ -136,11 +138,13 @@ class Keys:
         self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")
         self.attended = self._key("attended")
         self.open_batches = self._key("batches")
+        self.batch_progress = self._key("batch_progress")
         self.stored_of_all = self._key("stored")
         self.trees_of_all = self._key("trees")
         self._limits = self._key("limits")
         self.limits_servers = beside(self._limits, "servers")
         self.policy = self._key("policy")
+        self.history = self._key("history")
         self.images = self._key("images")
 
     def of_shard(self, shard: int) -> Keys:

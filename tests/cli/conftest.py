@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import socket
 import sys
@@ -38,9 +39,11 @@ Run = Callable[..., Ran]
 
 
 def assert_refused(ran: Ran, *hints: str) -> None:
-    """Check that a command was refused with one sentence."""
+    """Check that a command was refused with one sentence; of a server, in a line of its log."""
     assert (ran.status, ran.stdout) == (2, ""), ran
     (line,) = ran.stderr.splitlines()
+    if line.startswith("{"):
+        line = f"nano-inference: {json.loads(line)['event']}"
     assert line.startswith("nano-inference: ")
     assert all(hint in line for hint in hints), line
 

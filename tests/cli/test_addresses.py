@@ -36,7 +36,7 @@ COMMANDS = {
     "replay": Line("replay ID", "equal"),
     "digest": Line("digest ID --by-version", " 1 results; 1 samples"),
     "samples": Line("samples none", "there is no session 'none'", 2),
-    "cancel": Line("cancel none"),
+    "cancel": Line("cancel ID", "had ended before (done)", 1),
     "status": Line("status", "ready"),
     "health": Line("health", "ready"),
     "top": Line("top --once", "ready"),
@@ -53,7 +53,7 @@ OTHERS = {
     "of operations, in other tests": "dlq retry, dlq drop, tail, kv-events, weights roll-back",
     "of several models": "models load, models unload, models remove",
     "of batches, in tests/cli/test_batch.py": "batch run, batch submit, batch status, batch list, "
-    "batch cancel, batch results",
+    "batch cancel, batch results, files list, files upload, files get, files delete",
 }
 """Commands that need no address, or are in other tests."""
 

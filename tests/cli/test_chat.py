@@ -25,9 +25,10 @@ from rich.console import Console
 
 from nano_inference.cli import chat as chat_command
 from nano_inference.cli import markdown
-from nano_inference.cli.clients import AnswerPart, ListedModel, ReceivedCall
+from nano_inference.cli.clients import ListedModel
 from nano_inference.cli.line_editing import line_editing
 from nano_inference.cli.markdown import MarkdownWriter, blocks_of
+from nano_inference.cli.openai_calls import AnswerPart, ReceivedCall
 from nano_inference.config import Config, RequestError
 
 from ..soaking import in_soak

@@ -89,8 +89,13 @@ def test_a_request_is_cancelled(run: Run, place: list[str], url: str) -> None:
     assert result["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_an_unknown_request_is_ignored(run: Run, place: list[str]) -> None:
-    assert run("cancel", "nobody", *place) == Ran(0, "", "")
+def test_cancelling_an_unknown_request_says_so(
+    run: Run, place: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.cli.cancel._LOOKS_S", (0.0,))
+    ran = run("cancel", "nobody", *place)
+    assert (ran.status, ran.stdout) == (1, "")
+    assert "no request 'nobody' is in flight here" in ran.stderr
 
 
 # --- nobody there -------------------------------------------------------------------------------
@@ -326,7 +331,7 @@ STREAM = {"media_type": "text/event-stream"}
     [
         (Response(CUT_SHORT, **STREAM), "connection_lost", "ended before its answer did"),
         (Response("data: hello\n\n", **STREAM), "malformed_output", "is not such a server"),
-        (Response("hello", media_type="text/plain"), "connection_lost", "text/event-stream"),
+        (Response("hello", media_type="text/plain"), "malformed_output", "text/event-stream"),
         (Response("<html>" + "x" * 9000, 502), "502", "status 502"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 
 from nano_inference.bus.codec import check_request
 from nano_inference.bus.public import GenerateRequest, ImageInput, ImagePart, TextPart
-from nano_inference.cli.clients import openai_call
 from nano_inference.cli.images import for_bus, question
+from nano_inference.cli.openai_calls import openai_call
 from nano_inference.cli.requests import Template
 from nano_inference.config import Config
 

@@ -133,8 +133,9 @@ def test_fairness_is_shown_of_all_and_set_of_one(run: Run) -> None:
     assert json.loads(run("fairness", "show", "--json").stdout)["a:0"] == shown["a:0"]
 
 
-def test_a_request_is_cancelled_by_its_id_alone(run: Run) -> None:
-    assert run("cancel", "nobody").status == 0
+def test_cancelling_an_unknown_request_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nano_inference.cli.cancel._LOOKS_S", (0.0,))
+    assert run("cancel", "nobody").status == 1
 
 
 # --- looking ----------------------------------------------------------------------------------

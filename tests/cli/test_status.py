@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -12,13 +14,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from redis import Redis
+from rich.console import Console
 
 from nano_inference.cli.bus_status import BusStatus
 from nano_inference.cli.clients import of_one_model
 from nano_inference.cli.running import Running, registered
+from nano_inference.cli.status import rendered
 from nano_inference.config import STAGES, Config, RequestError, redact
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.pipeline.progress import progress_of
+from nano_inference.store.batches import BatchProgress
 from nano_inference.store.board import StageReport
 from nano_inference.store.redis.keys import Keys
 
@@ -130,6 +135,30 @@ def test_status_of_one_of_several_models_of_a_server() -> None:
     assert only.models == {"second": "unloaded"}
     with pytest.raises(RequestError, match="did you mean 'first'"):
         of_one_model(found, "firts")
+
+
+def test_open_batches_are_shown_the_oldest_first() -> None:
+    now_s = int(time.time())
+    batches = [
+        BatchProgress(
+            id=f"batch_{number}", tenant="acme", endpoint="/v1/completions", status="in_progress",
+            created_s=now_s - 7200, total=1000, completed=300, failed=number, lines_per_s=10.5,
+            seen_s=now_s - 60 * number,
+        )
+        for number in range(4)
+    ]  # fmt: skip
+    shown = io.StringIO()
+    found = replace(look(), open_batches=5, batches=batches)
+    Console(file=shown, width=120, color_system=None).print(rendered(found))
+    lines = shown.getvalue().splitlines()
+    (first,) = (place for place, each in enumerate(lines) if each.startswith("batches"))
+    assert [each[9:].strip() for each in lines[first : first + 5]] == [
+        "5 open, 42.0 lines/s, the oldest made 2 h ago",
+        "batch_0 in_progress, 300 of 1,000 lines, tenant acme",
+        "batch_1 in_progress, 301 of 1,000 lines, 1 failed, tenant acme, not seen for 60 s",
+        "batch_2 in_progress, 302 of 1,000 lines, 2 failed, tenant acme, not seen for 2 min",
+        "and 2 more",
+    ]
 
 
 LOADS: dict[str, dict[str, int | float | str]] = {

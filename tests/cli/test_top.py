@@ -18,6 +18,7 @@ from nano_inference.cli.clients import Unreachable
 from nano_inference.cli.status import lane_table
 from nano_inference.cli.top import History, Screen, view
 from nano_inference.config import REPLICATED, STAGES, RequestError, all_roles
+from nano_inference.store.board import Restarts
 
 from .test_status import LOADS, look, report, rows
 
@@ -80,6 +81,16 @@ def test_drafts_are_shown_if_the_engine_speculates() -> None:
     assert "none yet" in drafting(none)
     assert "62% of their tokens accepted, 3.5 tokens a step" in drafting(some)
     assert "80% of their tokens accepted, 5.0 tokens a step" in drafting(some, others)
+
+
+def test_restarts_are_shown_with_their_time_and_cause() -> None:
+    found = look(report("executor", restarts=Restarts().after("a").after("it was ended")))
+    words = "2 restarts, the last 0 s ago: it was ended"
+    assert words in " ".join(top_of(found).split())
+    shown = StringIO()
+    Console(file=shown, width=300, color_system=None).print(lane_table(found.lanes[0]))
+    assert words in shown.getvalue()
+    assert "restart" not in top_of(look())
 
 
 def test_top_draws_the_last_rates() -> None:

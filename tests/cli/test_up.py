@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -9,10 +10,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import msgspec
 import pytest
 from redis import Redis
 from redis.backoff import ConstantBackoff
@@ -20,7 +23,7 @@ from redis.retry import Retry
 
 from nano_inference.cli.app import _status_of
 from nano_inference.cli.children import Forks, Spawned, spawn
-from nano_inference.cli.processes import CanNotStart, Processes
+from nano_inference.cli.processes import CanNotStart, Printer, Processes
 from nano_inference.cli.up import MetricsPorts
 from nano_inference.config import (
     STAGES,
@@ -31,6 +34,7 @@ from nano_inference.config import (
     parse_value,
 )
 from nano_inference.pipeline.supervisor import StageFailed
+from nano_inference.store.board import Restarts
 from nano_inference.store.redis.embedded import EmbeddedPassword, read_password
 
 from ..commands import Command
@@ -153,8 +157,10 @@ class Ending(Sleepers):
 
     def __init__(self, *statuses: int) -> None:
         self.statuses = [*statuses]
+        self.commands: list[Sequence[str]] = []
 
     async def start(self, role: str, command: Sequence[str]) -> Spawned:
+        self.commands.append(command)
         return await spawn(["sh", "-c", f"exit {self.statuses.pop(0)}"], None)
 
 
@@ -174,6 +180,38 @@ async def test_a_stage_that_has_run_is_restarted_though_it_can_not_start(
     with anyio.fail_after(LIMIT_S), pytest.raises(expected):
         await processes._keep_running("fairness")
     assert not forks.statuses
+
+
+async def test_a_restarted_process_is_given_the_number_and_cause_of_its_restarts() -> None:
+    settings = {"pipeline.max_restarts": 2, "pipeline.restart_backoff_s": 0}
+    forks = Ending(1, 7, 1)
+    processes = processes_of(load_config(env={}, overrides=settings), forks=cast(Forks, forks))
+    with anyio.fail_after(LIMIT_S), pytest.raises(StageFailed):
+        await processes._keep_running("fairness")
+    restarts = [_restarts_in(command) for command in forks.commands]
+    causes = ["", "it ended with status 1", "it ended with status 7"]
+    assert [(each.count, each.cause) for each in restarts] == list(enumerate(causes))
+
+
+def _restarts_in(command: Sequence[str]) -> Restarts:
+    return msgspec.json.decode(command[command.index("--restarted") + 1], type=Restarts)
+
+
+def test_in_a_container_every_line_of_up_is_json_with_its_process() -> None:
+    out = StringIO()
+    printer = Printer(["a"], out, as_json=True)
+    printer.say("starting", "a")
+    printer.line("a", "executor", '{"event": "model_loaded", "level": "info"}')
+    printer.line("a", "gateway", "nano-inference: the port is taken")
+    printer.line("", "executor", "Warning: [1]")
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    found = [[line.get(name) for name in ("process", "model", "event", "level")] for line in lines]
+    assert found == [
+        ["up", "a", "starting", "info"],
+        ["executor", "a", "model_loaded", "info"],
+        ["gateway", "a", "nano-inference: the port is taken", "error"],
+        ["executor", None, "Warning: [1]", "info"],
+    ]
 
 
 # --- several models -------------------------------------------------------------------------------

@@ -243,15 +243,19 @@ async def test_a_traceback_is_printed_once_for_each_way_to_fail() -> None:
     bus = MemoryBus(Config().bus)
     context = StageContext(Config(), bus, Tracing(None))
     Broken.ways = ["b", "b", "a", "a", "a"]
+    causes: list[str] = []
     with capture_logs() as lines, pytest.raises(StageFailed):
         await supervise(
-            lambda: Broken(context), PipelineConfig(max_restarts=4, restart_backoff_s=0.0)
+            lambda: Broken(context),
+            PipelineConfig(max_restarts=4, restart_backoff_s=0.0),
+            causes.append,
         )
     failures = [line for line in lines if line["event"] == "stage_failed"]
     assert [line["error"] for line in failures] == [
         f"RuntimeError('{way}')" for way in ("a", "a", "a", "b", "b")
     ]
     assert [bool(line["exc_info"]) for line in failures] == [True, False, False, True, False]
+    assert causes == [line["error"] for line in failures[:4]]
     await bus.aclose()
 
 

@@ -226,6 +226,8 @@ async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place,
         )
         assert reservation.granted
         gateway.bus.store.limits.commit(reservation, [1, 1])
+        await gateway.bus.store.history.write(60_000, b"minute", [0])
+        assert await gateway.bus.store.history.read() == {60_000: b"minute"}
     assert await any_place.refused() <= {(f"nano-{user}", "info", "command")}
 
 

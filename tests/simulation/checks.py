@@ -26,6 +26,7 @@ from .effect_checks import (
     check_claims,
     check_leases,
     check_letters,
+    check_segments,
     check_timers,
     may_be_given_up,
 )
@@ -397,6 +398,7 @@ def check_end(world: World) -> Iterator[str]:
     yield from _check_results(world)
     yield from _check_streams(world)
     yield from check_letters(world)
+    yield from check_segments(world)
     if not _has_ended(world):
         for actor in world.actors():
             load = actor.load() if actor.holds_all else "not loaded"

@@ -70,6 +70,13 @@ def check_claims(world: EffectsWorld) -> Iterator[str]:
     claims.clear()
 
 
+def check_segments(world: EffectsWorld) -> Iterator[str]:
+    """Check that a segment of a batch has one result: its lines are answered once."""
+    for key, field in world.network.node.engine.replaced:
+        if field.startswith(b"done:"):
+            yield f"{key.decode()} has two results of its segment {field[5:].decode()}"
+
+
 def check_leases(world: EffectsWorld) -> Iterator[str]:
     """Check that a lane renews the leases of its entries in time, if nothing keeps it from that."""
     if not _is_undisturbed(world.story):

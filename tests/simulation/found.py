@@ -90,6 +90,7 @@ FOUND: dict[str, Known] = {
     "a line that another gateway takes over has a new key": (34, 24),
     "the blobs of the result that counts are deleted": (34, 24),
     "a segment whose gateway was killed is not taken over": (3394, 24),
+    "the last recorded result of a segment counts": (4636, 24),
     "an aborted line is answered": (3394, 24),
     "background sequences pause before they are handed over": (3636, 24),
 }

@@ -382,6 +382,12 @@ MUTANTS = (
         '"NX", "GET", "EX", 10**6 * lease_s)',
     ),
     Defect(
+        "the last recorded result of a segment counts",
+        "store/batches.py",
+        '("HSETNX", key, field, raw)',
+        '("HSET", key, field, raw)',
+    ),
+    Defect(
         "an aborted line is answered",
         "gateway/batches/runner.py",
         "if call.aborted:",

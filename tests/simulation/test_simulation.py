@@ -100,6 +100,13 @@ def test_planted_defects_stand_in_the_code() -> None:
     assert len(counts) == len(defects)
     assert {name: count for name, count in counts.items() if count != 1} == {}
     assert set(FOUND) == {each.name for each in (*MUTANTS, *OLD_DEFECTS)}
+    text = (ROOT / "docs/simulation.md").read_text()
+    rows = {
+        "planted defects found": MUTANTS,
+        "recovery defects found again": OLD_DEFECTS,
+        "planted defects found by a room's test alone": GUARDED,
+    }
+    assert [row for row, found in rows.items() if f"| {row} | {len(found)} |" not in text] == []
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from redis.asyncio import Redis
 
 from nano_inference.config import BusError, ConfigError
-from nano_inference.store.batches import BatchState, SegmentResult
+from nano_inference.store.batches import BatchProgress, BatchState, SegmentResult, StoredBatch
 from nano_inference.store.blobs import CHUNK_BYTES, BlobStore, blobs_at, rechunked
 from nano_inference.store.files import FileRecord, FilesFull, Piece
 
@@ -39,6 +41,22 @@ def file(id: str, **fields: Any) -> FileRecord:
 def batch(id: str, **fields: Any) -> BatchState:
     given = {"tenant": "t", "endpoint": "/v1/completions", "input_file": "f", "created_s": NOW_S}
     return BatchState(id=id, **{**given, "expires_s": NOW_S + 3600, **fields})
+
+
+def progress_of(found: StoredBatch) -> BatchProgress:
+    state = found.state
+    return BatchProgress(
+        id=state.id,
+        tenant=state.tenant,
+        endpoint=state.endpoint,
+        status=state.status,
+        created_s=state.created_s,
+        total=state.total,
+        completed=found.completed,
+        failed=found.failed,
+        lines_per_s=0.5,
+        seen_s=NOW_S,
+    )
 
 
 async def parts(*found: bytes, error: Exception | None = None) -> AsyncIterator[bytes]:
@@ -167,6 +185,61 @@ async def test_a_segment_has_one_result(buses: Any) -> None:
     assert dict(found.done) == {0: first}
     assert (found.completed, found.failed) == (3, 0)
     assert found.state.segments == 2
+
+
+async def test_a_batch_that_has_ended_keeps_its_counts_alone(buses: Any) -> None:
+    bus = buses.open()
+    batches, records = bus.store.batches, bus.store.batches._records
+    starts = tuple((100 * number, number) for number in range(1001))
+    state = batch("b", status="in_progress", starts=starts, total=1000)
+    await batches.create(state, 60)
+    for number in range(999):
+        name = f"b/{number}"
+        await batches.note_blobs("b", [name])
+        result = SegmentResult(completed=1, output=Piece(name, 9), completion_tokens=2)
+        assert await batches.finish("b", number, result)
+    await batches.finish("b", 999, SegmentResult(cancelled=1))
+    found = await batches.read("b")
+    await batches.note_progress(progress_of(found))
+    assert await batches.progress() == (1, [progress_of(found)])
+    await batches.close("b")
+    assert (await batches.progress())[0] == 1, "it has not ended"
+    assert await batches.replace(found, msgspec.structs.replace(state, status="completed"))
+    await batches.close("b")
+    # By gateways that have not seen its end.
+    await batches.renew("b", 999, 60, completed=5)
+    await batches.close("b")
+    found = await batches.read("b")
+    assert (found.completed, found.counts.cancelled) == (999, 1)
+    assert found.counts.completion_tokens == 1998
+    assert await batches.progress() == (0, [])
+    key = batches._keys.batch("b")
+    fields = await records.run("HGETALL", key)
+    assert sum(map(len, fields.values())) < 1000
+    await batches.delete("t", "b")
+    assert await records.run("HGETALL", key) == {}
+    assert await records.run("HGETALL", batches._keys.batches("t")) == {}
+
+
+async def test_nothing_is_kept_of_batches_that_have_expired(redis_buses: Any) -> None:
+    """Each key has an end, but for lists that are empty by then."""
+    batches = redis_buses.open().store.batches
+    await batches.create(batch("b"), 60)
+    await batches.take("b", 0, "one", 60)
+    await batches.renew("b", 0, 60, completed=1)
+    await batches.note_blobs("b", ["x"])
+    await batches.finish("b", 0, SegmentResult(completed=1))
+    await batches.note_progress(progress_of(await batches.read("b")))
+    async with Redis.from_url(redis_buses.url) as redis:
+        names = [each async for each in redis.scan_iter(f"{redis_buses.prefix}:*")]
+        lasting = {each for each in names if await redis.ttl(each) < 0}
+        assert lasting == {batches._keys.open_batches}
+        assert len(names) == 5
+        await redis.delete(batches._keys.batch("b"))
+    assert await batches.unfinished(9) == ["b"]
+    await batches.close("b")
+    assert await batches.unfinished(9) == []
+    assert await batches.listed("t") == []
 
 
 async def test_a_batch_of_another_version_stays_for_its_gateways(buses: Any) -> None:

@@ -74,8 +74,13 @@ class Scraped:
                 for family in text_string_to_metric_families(reply.read().decode())
             }
 
-    def samples(self) -> set[str]:
-        return {sample.name for each in self.families.values() for sample in each.samples}
+    def samples(self) -> dict[str, set[str]]:
+        """The labels of each sample, by its name."""
+        found: dict[str, set[str]] = {}
+        for each in self.families.values():
+            for sample in each.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+        return found
 
     def value(self, name: str, **labels: str) -> float:
         """The sum over all samples of a name that have these labels."""
@@ -379,23 +384,24 @@ def queries() -> list[tuple[str, str]]:
     return found
 
 
-async def test_queries_of_dashboard_and_alerts_find_metrics(
+async def test_queries_of_dashboard_and_alerts_find_metrics_and_labels(
     pipeline: Pipeline, speculating: Pipeline
 ) -> None:
     await pipeline.complete({"prompt": "1 + 1 =", "sampling": FOUR_TOKENS})
     await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
     await scraped_when(pipeline, REPORTED_LAST, 1)
-    samples = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()
-    samples |= (await scraped_drafts(speculating)).samples()
+    plain = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()
+    samples = (await scraped_drafts(speculating)).samples() | plain
     asked = [
-        (where, name)
+        (where, name, labels)
         for where, query in queries()
+        for labels in [labels_of(query)]
         for name in re.findall(r"\b(?:nano|gen_ai)_\w+(?=[\s{\[)]|$)", query)
-        # A label in "by (...)" or within braces.
-        if name not in labels_of(query)
+        if name not in labels
     ]
     assert len(asked) > 30
-    assert [(where, name) for where, name in asked if name not in samples] == []
+    assert [each for each in asked if not each[2] <= samples.get(each[1], set())] == []
+    assert {name for _, name, _ in asked} <= {*samples}
 
 
 async def test_each_alert_has_a_test_of_when_it_fires() -> None:
@@ -417,10 +423,31 @@ async def test_alerts_fire_when_they_should() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+async def test_legends_and_annotations_name_labels_of_their_queries() -> None:
+    dashboard = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
+    legends = [
+        (target["legendFormat"], target["expr"])
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+    ]
+    alerts = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
+    for rule in (each for group in alerts["groups"] for each in group["rules"]):
+        legends += [(text, rule["expr"]) for text in rule["annotations"].values()]
+    named = [
+        (label, query)
+        for text, query in legends
+        for label in re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", text)
+    ]
+    assert len(named) > 10
+    own = {"instance"}  # Prometheus sets it
+    assert [each for each in named if each[0] not in labels_of(each[1]) | own] == []
+
+
 def labels_of(query: str) -> set[str]:
+    """The labels by which a query groups or selects."""
     groups = re.findall(r"\b(?:by|on|without|ignoring) ?\((.*?)\)", query)
-    groups += re.findall(r"\{(.*?)\}", query)
-    return {name for group in groups for name in re.findall(r"\w+", group)}
+    grouped = {name for group in groups for name in re.findall(r"\w+", group)}
+    return grouped | set(re.findall(r"(\w+) ?(?:=~|!~|!=|=) ?\"", query))
 
 
 async def test_documents_list_every_metric() -> None:

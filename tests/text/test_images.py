@@ -159,6 +159,11 @@ def test_a_processor_that_can_not_be_loaded_says_so(tmp_path: Path) -> None:
     with raises("model_unavailable", "processor.save_pretrained", ModelError):
         ImageProcessor.of(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "Lfm2VlImageProcessor"}'
+    )
+    with raises("model_unavailable", "without torchvision.*texts only", ModelError):
+        ImageProcessor.of(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(
         '{"image_processor_type": "CLIPImageProcessor"}'
     )
     (tmp_path / "processor_config.json").write_text('{"processor_class": "BertTokenizer"}')

@@ -125,8 +125,8 @@ def batch_object(found: StoredBatch) -> dict[str, Any]:
     counts = Counter(
         succeeded=found.completed,
         errored=found.failed,
-        canceled=sum(each.cancelled for each in found.done.values()),
-        expired=sum(each.expired for each in found.done.values()),
+        canceled=found.counts.cancelled,
+        expired=found.counts.expired,
     )
     left = 0 if ended else state.total - counts.total()
     cancelling = state.status == "cancelling"

@@ -71,6 +71,7 @@ def _stream_routes(generation: GenerationCalls, responses: ResponseCalls) -> lis
     return [
         _route("GET /v1/streams/{stream}", by_id(generation.stream, responses.stream)),
         _route("DELETE /v1/streams/{stream}", cancel),
+        _route("DELETE /v1/streams", generation.cancel_keyed),
         _route("POST /v1/streams/{stream}/cancel", cancel),
     ]
 

@@ -20,7 +20,14 @@ from ...server.http import (
     field_error,
     read_object,
 )
-from ...serving.begun_calls import Attach, BegunCalls, Found, keyed, last_event_id
+from ...serving.begun_calls import (
+    Attach,
+    BegunCalls,
+    Found,
+    call_of_key,
+    keyed,
+    last_event_id,
+)
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
 from ...serving.prepared import Prepared, about_tools, check_request, prepare, truncated
@@ -179,7 +186,15 @@ class GenerationCalls:
         await self._begun.find(call, call_id)
         self._services.submissions.end_waiting(call_id)
         await self._services.durable.cancel(call_id)
-        return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
+        return _cancelled(call_id)
+
+    async def cancel_keyed(self, call: Call) -> Response:
+        """Cancel the call of an idempotency key, of any interface, perhaps before its client has
+        an id of it."""
+        call_id = await call_of_key(self._services.client.bus.store.calls, call)
+        self._services.submissions.end_waiting(call_id)
+        await self._services.durable.cancel(call_id)
+        return _cancelled(call_id)
 
     async def _asked(self, call: Call) -> _Asked:
         body = await read_object(call, self._services.config.gateway.max_body_bytes)
@@ -326,3 +341,7 @@ class GenerationCalls:
 
         stream = EventStream(produce, gateway.comment_s, ids=gateway.event_ids)
         return stream
+
+
+def _cancelled(call_id: str) -> Response:
+    return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})

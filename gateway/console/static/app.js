@@ -24,6 +24,8 @@ const THEMES = {
 };
 let chooseTheme = null;
 let leave = null;
+/** Whether a view could not be shown, as while the gateway is lost; it is tried again when that is back. */
+let failed = false;
 
 async function show(moved) {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -36,16 +38,19 @@ async function show(moved) {
     else link.removeAttribute("aria-current");
   }
   document.title = `${VIEWS[view].title} · nano-inference`;
+  failed = false;
   try {
     const { render } = await VIEWS[view].load();
     // Models and adapters that the operations, or others, have loaded since.
-    if (view === "playground" && moved) shared.models = (await json("v1/models")).data;
+    if (view === "playground" && moved) shared.models = await json("v1/models").then(({ data }) => data, () => shared.models);
     if (left.signal.aborted) return;
     main.dataset.view = view;
     put(document.getElementById("side-view"));
     await render(main, { ...shared, session: shared.session ?? STARTING, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), query: new URLSearchParams(query), reload: begin });
   } catch (error) {
-    put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "This view failed"), error.message)));
+    failed = true;
+    const lost = feed.state === "lost";
+    put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, lost ? "The gateway can't be reached" : "This view failed"), lost ? "The view opens when it is back." : error.message)));
     throw error;
   }
 }
@@ -67,6 +72,8 @@ async function begin() {
   }
   document.getElementById("key-button").hidden = !shared.session.keys;
   await show(false);
+  // So that each view opens also while the gateway is away.
+  for (const { load } of Object.values(VIEWS)) load().catch(() => {});
 }
 
 function connection() {
@@ -75,7 +82,7 @@ function connection() {
   const refresh = () => {
     const status = feed.latest?.status;
     if (feed.state === "refused") set("bad", "Needs a key");
-    else if (feed.state === "lost") set("bad", "Gateway lost, trying again");
+    else if (feed.state === "lost") set("bad", "Lost, trying again");
     else if (feed.state === "connecting" || !feed.latest) set("", "Connecting");
     else if (!status) set("bad", "Bus unreachable");
     else if (!status.ready) set("bad", "Not ready");
@@ -84,6 +91,7 @@ function connection() {
   };
   feed.addEventListener("state", refresh);
   feed.addEventListener("snapshot", refresh);
+  feed.addEventListener("state", () => { if (failed && feed.state === "live") show(false); });
   refresh();
 }
 

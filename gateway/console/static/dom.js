@@ -29,12 +29,15 @@ export function h(tag, props, ...children) {
   return fill(element, children);
 }
 
-/** As `h`, for SVG. */
-export function svg(tag, props, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+const within = (space) => (tag, props, ...children) => {
+  const element = document.createElementNS(space, tag);
   apply(element, props);
   return fill(element, children);
-}
+};
+
+/** As `h`, for SVG and for MathML. */
+export const svg = within("http://www.w3.org/2000/svg");
+export const math = within("http://www.w3.org/1998/Math/MathML");
 
 /** Replace an element's children. */
 export function put(element, ...children) {

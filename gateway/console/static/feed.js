@@ -68,7 +68,7 @@ class Feed extends EventTarget {
     const [last, before] = [this.seconds.at(-1)?.[0] ?? 0, this.seconds.at(-2)?.[0] ?? 0];
     if (last - before < MISSED * SECOND_MS && Date.now() - this.#read_ms < MINUTE_MS) return false;
     this.#read_ms = Date.now();
-    const { seconds, minutes } = await json("console/history");
+    const { seconds, minutes } = await json("console/history").catch((error) => { this.#read_ms = 0; throw error; });
     const until = seconds.at(-1)?.[0] ?? 0;
     this.whole = seconds.length > 0;
     // Empty for a key of some models, whose own points are all that there is.
@@ -77,18 +77,23 @@ class Feed extends EventTarget {
     return true;
   }
 
-  /** Return the times in seconds and the points of the last so many minutes: a point a second up to ten, else one a minute. Where some are missing there is an empty one. */
+  /** Return the points of the last so many minutes: a point a second up to ten, else one a minute, and one a minute before the first second. Where some are missing there is an empty one. */
   during(minutes) {
     const step = minutes * 60 <= SECONDS || !this.minutes.length ? SECOND_MS : MINUTE_MS;
     const until = this.seconds.at(-1)?.[0] ?? Date.now();
-    const found = (step === SECOND_MS ? this.seconds : this.minutes).filter(([at]) => at >= until - minutes * MINUTE_MS);
+    const from = until - minutes * MINUTE_MS;
+    const seconds = step === SECOND_MS ? this.seconds.filter(([at]) => at >= from) : [];
+    const means = this.minutes.filter(([at]) => at >= from && (!seconds.length || at < seconds[0][0] - MINUTE_MS));
     const points = [];
-    for (const point of found) {
+    const began = seconds[0]?.[0] ?? Infinity;
+    for (const point of [...means, ...seconds]) {
       const before = points.at(-1)?.[0];
-      if (before && point[0] - before > MISSED * step) points.push([before + step]);
+      // The minute in which the gateway began has no mean here.
+      const [missed, next] = before >= began ? [MISSED * SECOND_MS, SECOND_MS] : [(point[0] === began ? 2.5 : 1.5) * MINUTE_MS, MINUTE_MS];
+      if (before && point[0] - before > missed) points.push([before + next]);
       points.push(point);
     }
-    return { from: until - minutes * MINUTE_MS, until, step, points };
+    return { from, until, step, points, began: means.length && seconds.length ? began : 0 };
   }
 
   #take({ data }) {

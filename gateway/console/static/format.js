@@ -36,4 +36,4 @@ export function count(value) {
 export const percent = (share) => (share > 0 && share < 5e-4) ? "<0.1%" : `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
 
 /** A short form of a long id, of which the end tells most. */
-export const shortId = (id) => (id.length > 14 ? `…${id.slice(-10)}` : id);
+export const shortId = (id) => (id.length > 14 ? `…${id.slice(-8)}` : id);

@@ -5,12 +5,14 @@
 
 import "./markdown-it.umd.min.js";
 import { copy, h } from "./dom.js";
+import { formulaOf, isDisplay } from "./formula.js";
 import { Code } from "./highlight.js";
 
 const parser = globalThis.markdownit({ html: false, linkify: true, breaks: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
-// Formulas stay as they are written: a stroke in one is no emphasis, a bracket no escape.
+// In a formula a stroke is no emphasis, a bracket no escape, and a line that begins with a minus no list.
 parser.inline.ruler.before("escape", "formula", formula);
+parser.block.ruler.before("fence", "formula", formulaBlock, { alt: ["paragraph", "reference", "blockquote", "list"] });
 
 const CONTAINERS = { bullet_list_open: "ul", ordered_list_open: "ol", list_item_open: "li", blockquote_open: "blockquote", table_open: "table", thead_open: "thead", tbody_open: "tbody", tr_open: "tr" };
 const HEADINGS = { h1: "h3", h2: "h4", h3: "h5" };
@@ -26,6 +28,34 @@ function formula(state, silent) {
   if (!silent) state.push("formula", "", 0).content = found;
   state.pos += found.length;
   return true;
+}
+
+const FORMULA_LINES = 60;
+
+/** Lines from one that begins with $$ or \\[ to one that ends with its pair. */
+function formulaBlock(state, from, until, silent) {
+  const line = (at) => state.src.slice(state.bMarks[at] + state.tShift[at], state.eMarks[at]).trimEnd();
+  const end = { "$$": "$$", "\\[": "\\]" }[line(from).slice(0, 2)];
+  if (!end || state.sCount[from] - state.blkIndent >= 4) return false;
+  let text = "";
+  for (let at = from; at < Math.min(until, from + FORMULA_LINES); at++) {
+    text += `${at > from ? "\n" : ""}${line(at)}`;
+    if (text.length < 5 || !text.endsWith(end)) continue;
+    if (text.slice(2, -2).includes(end)) return false;
+    if (!silent) {
+      state.line = at + 1;
+      Object.assign(state.push("formula_block", "", 0), { content: text, map: [from, state.line] });
+    }
+    return true;
+  }
+  return false;
+}
+
+/** A formula as MathML, or as it is written; a wide one scrolls. */
+function formulaView(written) {
+  const found = formulaOf(written);
+  if (!found) return h("code", { class: "formula" }, written);
+  return isDisplay(written) || written.length > 40 ? h("span", { class: "formula", tabindex: 0, role: "group", "aria-label": "Formula" }, found) : found;
 }
 
 /** The address of a link if it leads to the web, else "". */
@@ -46,7 +76,7 @@ function inline(element, content, env) {
     } else if (token.nesting < 0) open.pop();
     else if (token.type === "softbreak" || token.type === "hardbreak") top.append(h("br"));
     else if (token.type === "code_inline") top.append(h("code", null, token.content));
-    else if (token.type === "formula") top.append(h("code", { class: "formula" }, token.content));
+    else if (token.type === "formula") top.append(formulaView(token.content));
     else if (token.type === "image") top.append(link(token.attrGet("src") ?? "", `Image: ${token.content || token.attrGet("src")}`));
     else top.append(token.content);
   }
@@ -112,6 +142,7 @@ function make(group, env) {
     block.code.update(codeOf(first));
     block.outer = codeBlock(language, block.code);
   } else if (first.type === "hr") block.outer = h("hr");
+  else if (first.type === "formula_block") block.outer = h("p", null, formulaView(first.content));
   else {
     const align = /text-align:(\w+)/.exec(first.attrGet("style") ?? "")?.[1];
     const name = { heading_open: HEADINGS[first.tag] ?? "h6", paragraph_open: first.hidden ? "span" : "p", th_open: "th", td_open: "td" }[first.type] ?? "div";

@@ -1,4 +1,4 @@
-// Operations: models and adapters, dead letters, errors with what to do, keys and limits.
+// Operations: models and adapters, batches, dead letters, errors with what to do, keys and limits.
 
 import { call, json } from "./api.js";
 import { confirmed, copy, field, h, put, showDialog, toast } from "./dom.js";
@@ -49,7 +49,7 @@ function modelRow(each, session, again) {
   const at = `admin/models/${encodeURIComponent(each.id)}`;
   const progress = each.state === "loading" && h("progress", { "aria-label": `${each.id} is loading`, data: { model: each.id } });
   return h("tr", null,
-    h("td", null, h("b", null, each.id), each.default && h("span", { class: "muted small" }, " default"), h("div", { class: "muted small ellipsis", title: each.path }, lastPart(each.path))),
+    h("td", null, h("b", null, each.id), each.default && h("span", { class: "muted small" }, " default"), lastPart(each.path) !== each.id && h("div", { class: "muted small ellipsis", title: each.path }, lastPart(each.path))),
     h("td", null, h("span", { class: `tag ${KINDS[each.state] ?? ""}` }, each.state), each.reason && h("div", { class: "small error" }, each.reason), progress),
     h("td", { class: "num" }, each.parameters ? count(each.parameters) : "–"), h("td", { class: "num" }, each.weight_bytes ? bytes(each.weight_bytes) : "–"), h("td", { class: "num" }, each.kv_bytes ? bytes(each.kv_bytes) : "–"),
     h("td", { class: "num" }, each.load_ns ? duration(each.load_ns) : "–"), h("td", { class: "num" }, number(each.in_flight)),
@@ -116,6 +116,38 @@ function adapters(session, signal) {
       }, { class: "primary" })));
   };
   return panel("Adapters", "", may && h("button", { type: "button", onclick: load }, "Load an adapter"), body);
+}
+
+// --- batches ----------------------------------------------------------------------------------
+
+const BATCH_KINDS = { in_progress: "accent", validating: "accent", cancelling: "warn" };
+const UNSEEN_S = 10;
+
+function batchRow(each, at_ms) {
+  const ended = each.completed + each.failed;
+  const unseen_s = at_ms / 1000 - each.seen_s;
+  const said = each.total ? `${number(ended)} of ${number(each.total)}` : "being checked";
+  return h("tr", null,
+    h("td", null, h("span", { class: "mono", style: { overflowWrap: "anywhere" } }, each.id), h("div", { class: "muted small" }, each.endpoint)), h("td", null, each.tenant),
+    h("td", null, h("span", { class: `tag ${BATCH_KINDS[each.status] ?? ""}` }, each.status.replace("_", " ")), unseen_s > UNSEEN_S && h("div", { class: "small error" }, `no gateway has run it for ${duration(unseen_s * 1e9)}`)),
+    h("td", { class: "num" }, h("progress", { "aria-label": `${each.id}: ${said} lines`, max: each.total || 1, value: ended }), h("div", { class: "small" }, said)),
+    h("td", { class: "num" }, number(each.failed)), h("td", { class: "num" }, each.lines_per_s.toFixed(1)), h("td", { class: "num nowrap" }, duration(Math.max(0, at_ms / 1000 - each.created_s) * 1e9)));
+}
+
+function batches(signal) {
+  const body = h("div", null, empty("Reading …"));
+  const note = h("span", null);
+  let drawn = "";
+  feed.on(({ status, at_ms }) => {
+    if (!status) return;
+    const more = status.open_batches - status.batches.length;
+    note.textContent = status.open_batches ? `${number(status.open_batches)} open${more > 0 ? `, of which ${number(more)} are not shown` : ""}` : "";
+    const now = JSON.stringify(status.batches);
+    if (now === drawn || body.contains(document.activeElement)) return;
+    drawn = now;
+    put(body, status.batches.length ? table(["Batch", "Tenant", "Status", "#Lines", "#Failed", "#Lines/s", "#Age"], status.batches.map((each) => batchRow(each, at_ms))) : empty("No batch is open."));
+  }, signal);
+  return panel("Batches", note, null, body);
 }
 
 // --- dead letters -----------------------------------------------------------------------------
@@ -247,5 +279,5 @@ function newKey(again) {
 
 export function render(root, { session, signal }) {
   put(root, h("div", { class: "page" }, h("header", null, h("h1", null, "Operations"), h("span", { class: "spacer" }), h("span", { class: "muted small" }, `nano-inference ${session.version}`)),
-    models(session, signal), adapters(session, signal), letters(session, signal), errors(signal), keys(session, signal)));
+    models(session, signal), adapters(session, signal), batches(signal), letters(session, signal), errors(signal), keys(session, signal)));
 }

@@ -159,11 +159,12 @@ function charts(signal) {
   });
   const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
   function draw() {
-    const { from, until, step, points } = feed.during(minutes);
+    const { from, until, step, points, began } = feed.during(minutes);
     const times = points.map(([at]) => at / 1000);
     for (const { plot, picks } of plots) plot.update(times, picks.map((pick) => points.map((point) => point[pick] ?? null)), from / 1000, until / 1000);
     const first = points[0]?.[0];
-    const said = `${step === 1000 ? "a point a second" : "means of a minute"}, ${zone}${first && first - from > 3 * step ? `; ${feed.whole ? "gateway restarted at" : "known since"} ${clock(first * 1e6)}` : ""}`;
+    const since = began ? `, means of a minute before the gateway's start at ${clock(began * 1e6)}` : "";
+    const said = `${step === 1000 ? "a point a second" : "means of a minute"}${since}, ${zone}${first && first - from > 3 * step ? `; ${feed.whole ? "begins with the gateway, at" : "known since"} ${clock(first * 1e6)}` : ""}`;
     if (note.textContent !== said) note.textContent = said;
   }
   const element = h("section", { class: "over-time", "aria-label": "Charts" }, h("div", { class: "row" }, h("h2", null, "Over time"), h("div", { class: "chips", role: "group", "aria-label": "Range" }, chips), note), h("div", { class: "grid charts" }, plots.map(({ panel }) => panel)));

@@ -79,7 +79,7 @@ export function bodyOf(settings, turns) {
 }
 
 /** What a call has that a user may have forgotten, in words. */
-export const setOf = ({ system, max_tokens, stop }) => [system.trim() && "system prompt", max_tokens.trim() && `max ${max_tokens.trim()} tokens`, stop.trim() && "stop strings"].filter(Boolean);
+export const setOf = ({ system, max_tokens, stop }) => [system.trim() && "system prompt", max_tokens.trim() && `at most ${max_tokens.trim()} tokens`, stop.trim() && "stop strings"].filter(Boolean);
 
 /** The same call as a program makes it: without what only this page shows. */
 export function programOf(body) {

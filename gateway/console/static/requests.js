@@ -53,7 +53,7 @@ export function render(root, { signal, argument, query, session }) {
   let state = "all";
   let chosen = null;
   const narrow = matchMedia("(max-width: 760px)");
-  const search = h("input", { type: "search", "aria-label": "Filter", placeholder: "Words, or finish:length tokens>100 time>2s", value: query.get("q") ?? "", spellcheck: "false", autocomplete: "off" });
+  const search = h("input", { type: "search", "aria-label": "Filter", placeholder: "Words, or finish:length time>2s", value: query.get("q") ?? "", spellcheck: "false", autocomplete: "off" });
   const help = h("div", { class: "filters", hidden: true }, EXAMPLES.map(([term, means]) => h("button", { type: "button", class: "quiet", onclick: () => { search.value = `${search.value} ${term}`.trim(); filter(); search.focus(); } }, h("code", null, term), ` ${means}`)));
   const helped = h("button", { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => { help.hidden = !help.hidden; helped.setAttribute("aria-expanded", String(!help.hidden)); } }, "Filters");
   const count = h("span", { class: "muted small num", role: "status" });
@@ -68,6 +68,8 @@ export function render(root, { signal, argument, query, session }) {
   const height = () => (narrow.matches ? 56 : 36);
   const here = () => `#/requests${!detail.hidden && opened ? `/${encodeURIComponent(opened)}` : ""}${search.value.trim() ? `?q=${encodeURIComponent(search.value.trim())}` : ""}`;
   let opened = "";
+  /** Write the state into the address, but not over that of a view to which the page goes now. */
+  const note = () => { if (location.hash.startsWith("#/requests") && location.hash !== here()) history.replaceState(null, "", here()); };
 
   function filter() {
     if (signal.aborted) return;
@@ -77,8 +79,8 @@ export function render(root, { signal, argument, query, session }) {
     for (const chip of chips) if (chip.dataset.state !== "all") put(chip, chip.dataset.state, counts.get(chip.dataset.state) && h("small", null, ` ${number(counts.get(chip.dataset.state).length)}`));
     rows = found.filter(test).sort((a, b) => b.number - a.number);
     search.setAttribute("aria-invalid", String(Boolean(problem)));
-    if (location.hash !== here()) history.replaceState(null, "", here());
-    count.textContent = rows.length === known.size ? `${number(known.size)} requests` : `${number(rows.length)} of ${number(known.size)}`;
+    note();
+    count.textContent = rows.length === known.size ? `${number(known.size)} request${known.size === 1 ? "" : "s"}` : `${number(rows.length)} of ${number(known.size)}`;
     empty.hidden = rows.length > 0;
     list.hidden = !rows.length;
     empty.classList.toggle("error", Boolean(problem));
@@ -112,7 +114,8 @@ export function render(root, { signal, argument, query, session }) {
         wanted.add(row.number);
       });
       for (const [number, { element }] of drawn) if (!wanted.has(number)) { element.remove(); drawn.delete(number); }
-      if (chosen) list.setAttribute("aria-activedescendant", `row-${chosen}`);
+      if (drawn.has(chosen)) list.setAttribute("aria-activedescendant", `row-${chosen}`);
+      else list.removeAttribute("aria-activedescendant");
     });
   }
 
@@ -131,7 +134,7 @@ export function render(root, { signal, argument, query, session }) {
     view.classList.add("open");
     detail.hidden = false;
     opened = id;
-    history.replaceState(null, "", here());
+    note();
     try {
       const found = await json(`console/requests/${encodeURIComponent(id)}`, { signal });
       put(detail, details(found, close, session, found.request.code && (await remedies())[found.request.code]));
@@ -144,7 +147,7 @@ export function render(root, { signal, argument, query, session }) {
   function close() {
     detail.hidden = true;
     view.classList.remove("open");
-    history.replaceState(null, "", here());
+    note();
     list.focus();
     draw();
   }
@@ -215,7 +218,7 @@ function details(found, close, session, remedy) {
     h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),
     (detail.prompt || request.prompt) && h("section", null, h("h2", null, request.status ? "Call" : "Prompt"), h("div", { class: "box-text", tabindex: 0, role: "group", "aria-label": "Prompt" }, detail.prompt || request.prompt)),
     (detail.samples ?? []).map((sample, index) => sampleView(sample, index, detail.samples.length)),
-    !detail.samples && !running && request.state !== "refused" && h("p", { class: "muted small" }, "Its texts are no longer kept: they make room for those of newer requests."),
+    !detail.samples && !running && request.completion_tokens > 0 && h("p", { class: "muted small" }, "Its texts are no longer kept: they make room for those of newer requests."),
   ];
 }
 

@@ -24,9 +24,9 @@ from ....bus.parts.columns import (
     columns_of,
 )
 from ....config import EngineConfig
-from ..runner.interface import IntArray
+from ..runner.interface import IntArray, Uploader
 from .logprobs import gather_logprobs, report_top_logprobs
-from .sampling import NO_LIMITS, Limits, sample_rows, uniforms
+from .sampling import NO_LIMITS, Limits, sample_plain, sample_rows, sample_within, uniforms
 from .sequences import BoolArray, Places, SequenceTable
 
 if TYPE_CHECKING:
@@ -40,12 +40,14 @@ class ChosenTokens(NamedTuple):
         tokens, logprobs: `[batch]` each, on the device.
         top_logprobs: `report_top_logprobs`.
         columns: As in `Sampled`.
+        shares: Support logprobs, `[batch]`, on the device; None if they are in `columns`, or none.
     """
 
     tokens: Tensor
     logprobs: Tensor
     top_logprobs: tuple[TopLogprobs, ...] = ()
     columns: Columns = NO_COLUMNS
+    shares: Tensor | None = None
 
     def with_columns(self, columns: Columns) -> ChosenTokens:
         """Return the tokens with further columns, `[batch]` each."""
@@ -124,6 +126,25 @@ class TokenChooser(NamedTuple):
         tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
         return ChosenTokens(tokens, logprobs, tops, columns)
 
+    def never_waits(self, rows: IntArray) -> tuple[bool, bool]:
+        """Return whether tokens of rows can be chosen without waiting for the device, and whether
+        they have no limits either."""
+        simple = not self.raw and bool(self.table.simple[rows].all())
+        return simple, simple and bool(self.table.plain[rows].all())
+
+    def choose_ahead(self, logits: Tensor, rows: IntArray, upload: Uploader) -> ChosenTokens | None:
+        """Choose the next token of each row without waiting for the device; None if it takes
+        more."""
+        simple, plain = self.never_waits(rows)
+        if not simple:
+            return None
+        packed = upload(*packed_sampling(self.table, rows))
+        temperatures, numbers, *limits = (part.view(torch.float64) for part in packed)
+        if plain:
+            return ChosenTokens(*sample_plain(logits, temperatures, numbers))
+        tokens, logprobs, shares = sample_within(logits, temperatures, numbers, Limits(*limits))
+        return ChosenTokens(tokens, logprobs, shares=shares)
+
     def _restricted(
         self, logits: Tensor, places: Places, temperatures: Tensor, numbers: Tensor | None
     ) -> tuple[Tensor, Tensor, Columns]:
@@ -160,12 +181,13 @@ class TokenChooser(NamedTuple):
         return tokens, logprobs, columns
 
 
-def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Return temperatures and uniform numbers of rows, `[batch]` each: float64 viewed as int64, to
-    travel with other integers."""
-    temperatures = table.temperature[rows].astype(np.float64)
+def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, ...]:
+    """Return temperatures, uniform numbers and the three limits of rows, `[batch]` each: float64
+    viewed as int64, to travel with other integers."""
     numbers = uniforms(table.seed[rows], table.num_generated[rows])
-    return temperatures.view(np.int64), numbers.view(np.int64)
+    limits = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+    floats = table.temperature[rows], numbers, *limits
+    return tuple(np.asarray(each, np.float64).view(np.int64) for each in floats)
 
 
 def adjust_logits(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:

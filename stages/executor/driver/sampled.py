@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import RowFinish, TopLogprobs
-from ....bus.parts.columns import NO_COLUMNS, Columns, columns_of
+from ....bus.parts.columns import NO_COLUMNS, SUPPORT_LOGPROBS, Columns, columns_of
 from ..runner.interface import IntArray
 from .logprobs import broken_output
-from .sampling import sample_plain
+from .sampling import Limits, sample_plain, sample_within
 from .sequences import BoolArray, Places, SequenceTable
 
 Pooled = tuple[tuple[int, Tensor, int], ...]
@@ -55,6 +55,14 @@ class TokenFeed:
         self.put(rows, tokens)
         return tokens, logprobs
 
+    def choose_within(
+        self, rows: Tensor, logits: Tensor, temperatures: Tensor, uniforms: Tensor, *limits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample the next token of each row as `sample_within`, and keep it."""
+        chosen = sample_within(logits, temperatures, uniforms, Limits(*limits))
+        self.put(rows, chosen[0])
+        return chosen
+
     def resolve(self, input_ids: Tensor) -> Tensor:
         """Return the ids with placeholders replaced by tokens."""
         sampled = self._tokens[(-1 - input_ids).clamp_(min=0)]
@@ -70,19 +78,30 @@ class Readback:
     """Tokens and logprobs of one step, on their way to the host.
 
     On CUDA the copy is queued after the step, and `numbers` waits for it.
+
+    Attributes:
+        shares: Support logprobs, once `numbers` has waited; None if they are not reported.
     """
 
-    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Take `[rows]` int64 and `[rows]` float32, which the next step may overwrite."""
+    shares: Tensor | None = None
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor, shares: Tensor | None = None) -> None:
+        """Take `[rows]` int64, `[rows]` float32, and support logprobs if they are reported; the
+        next step may overwrite them."""
         self._arrived: torch.cuda.Event | None = None
         if tokens.device.type == "cpu":
             self._host = tokens.clone(), logprobs.clone()
+            if shares is not None:
+                self.shares = shares.clone()
             return
-        # One copy of both, as float64: token ids are exact up to 2**53.
-        packed = torch.stack((tokens.double(), logprobs.double()))
+        # One copy of all, as float64: token ids are exact up to 2**53.
+        several = (tokens, logprobs) if shares is None else (tokens, logprobs, shares)
+        packed = torch.stack([each.double() for each in several])
         staged = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         staged.copy_(packed, non_blocking=True)
         self._host = staged[0], staged[1]
+        if shares is not None:
+            self.shares = staged[2]
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrived.record(torch.cuda.current_stream(tokens.device))
 
@@ -124,7 +143,7 @@ class SampledRows(msgspec.Struct, frozen=True, eq=False):
         seq_ids: Their sequences; a row may be used again before the tokens are read.
         places: Positions of the tokens in the sequences.
         at_limit: Whether the token is the sequence's last.
-        readback: Tokens and logprobs.
+        readback: Tokens and logprobs; and support logprobs, of `limited` rows.
         top_logprobs: As in StepResult.
         adapter_versions: As in StepResult.
         columns: As in `Sampled`.
@@ -138,6 +157,7 @@ class SampledRows(msgspec.Struct, frozen=True, eq=False):
     top_logprobs: tuple[TopLogprobs, ...]
     adapter_versions: tuple[int, ...] = ()
     columns: Columns = {}
+    limited: BoolArray | None = None
 
 
 class UnreadTokens:
@@ -159,9 +179,10 @@ class UnreadTokens:
         sampled: Places,
         tokens: Tensor,
         logprobs: Tensor,
-        top_logprobs: tuple[TopLogprobs, ...],
+        shares: Tensor | None = None,
         *,
         fed: bool,
+        top_logprobs: tuple[TopLogprobs, ...] = (),
         adapter_versions: tuple[int, ...] = (),
         columns: Columns = NO_COLUMNS,
     ) -> SampledRows:
@@ -171,8 +192,9 @@ class UnreadTokens:
             sampled: Their places; all places of a row up to its last, in order.
             tokens: On the device.
             logprobs: On the device.
-            top_logprobs: As in StepResult.
+            shares: On the device, support logprobs, if rows with limits are to report them.
             fed: Whether a TokenFeed holds them too, so that placeholders may replace them.
+            top_logprobs: As in StepResult.
             adapter_versions: As in StepResult.
             columns: As in `Sampled`.
         """
@@ -189,10 +211,11 @@ class UnreadTokens:
             seq_ids=table.ids_of(rows),
             places=places,
             at_limit=at_limit,
-            readback=Readback(tokens, logprobs),
+            readback=Readback(tokens, logprobs, shares),
             top_logprobs=top_logprobs,
             adapter_versions=adapter_versions,
             columns=columns,
+            limited=None if shares is None else table.limited[rows],
         )
         self._steps.append(step)
         return step
@@ -221,6 +244,10 @@ class UnreadTokens:
             raise broken_output()
         rows, seq_ids, at_limit, tops = step.rows, step.seq_ids, step.at_limit, step.top_logprobs
         versions, columns = step.adapter_versions, step.columns
+        if step.limited is not None and (shares := step.readback.shares) is not None:
+            values = zip(step.limited.tolist(), shares.tolist(), strict=True)
+            found = tuple([value if has else None for has, value in values])
+            columns = {**columns, SUPPORT_LOGPROBS: found}
         kept = table.holds(rows, seq_ids) & ~table.finished[rows]
         if not kept.all():
             tops, versions = tuple(compress(tops, kept)), tuple(compress(versions, kept))

@@ -16,6 +16,9 @@ from .logprobs import BLOCK, ScaledLogits, block_sums, broken_output, scale_logi
 _CANDIDATES = (64, 1024)
 """Numbers of top tokens in which limits are searched before a full sort."""
 
+_SORTED_ROWS = 32
+"""Rows that `sample_within` sorts at a time."""
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -207,6 +210,41 @@ def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tupl
     return tokens, scaled.logprobs(tokens[:, None])[:, 0]
 
 
+@torch.no_grad()
+def sample_within(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, limits: Limits
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample like `sample_rows`, in shapes that depend on no number, and without waiting for the
+    device: whole rows are sorted. Broken rows are as in `sample_plain`.
+
+    Returns:
+        Tokens, logprobs and support logprobs, `[batch]` each.
+    """
+    parts = []
+    # A few rows at a time, since sorting takes several times their memory.
+    for first in range(0, len(logits), _SORTED_ROWS):
+        some = slice(first, first + _SORTED_ROWS)
+        own = Limits(*(None if each is None else each[some] for each in limits))
+        scaled = scale_logits(logits[some], temperatures[some], checked=False)
+        bounds = _bounds(scaled, own)
+        weights = scaled.weights()
+        ordered = weights.sort(dim=-1, descending=True).values
+        counts, _ = _count_allowed(ordered, scaled.sums.sum(dim=-1), logits.shape[1], *bounds)
+        smallest = ordered.gather(1, counts[:, None] - 1)
+        equal, larger = weights == smallest, weights > smallest
+        room = counts - larger.sum(dim=-1)
+        kept = weights.masked_fill(~(larger | (equal & _first(equal, room))), 0.0)
+        shares = (mass_of(kept) / mass_of(weights)).log().float()
+        greedy = temperatures[some] == 0
+        sampled = _inverse_cdf(scaled, kept, uniforms[some])
+        tokens = torch.where(greedy, scaled.first_largest, sampled)
+        tokens = tokens.clamp_(max=logits.shape[1] - 1)
+        logprobs = scaled.logprobs(tokens[:, None])[:, 0]
+        parts.append((tokens, logprobs, torch.where(greedy, logprobs, shares)))
+    tokens, logprobs, shares = map(torch.cat, zip(*parts, strict=True))
+    return tokens, logprobs, shares
+
+
 def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tensor) -> Tensor:
     """Return the first tokens whose running sum of weights exceeds uniform * total, `[batch]`.
 
@@ -251,14 +289,8 @@ def _restrict(scaled: ScaledLogits, limits: Limits) -> _Restricted | None:
     """Return the weights within the limits; None if no row has a limit."""
     if limits == NO_LIMITS:
         return None
-    top_k, top_p, min_p = limits
-    batch, vocab = scaled.logits.shape
-    off = torch.zeros(batch, dtype=torch.float64, device=scaled.logits.device)
-    k = off.long() if top_k is None else top_k
-    k = torch.where((k <= 0) | (k > vocab), vocab, k)
-    p = off + 1 if top_p is None else top_p.double()
-    m = off.float() if min_p is None else min_p.float()
-    limited = ((k < vocab) | (p < 1) | (m > 0)).nonzero()[:, 0]
+    k, p, m = _bounds(scaled, limits)
+    limited = ((k < scaled.logits.shape[1]) | (p < 1) | (m > 0)).nonzero()[:, 0]
     if not limited.numel():
         return None
     weights = scaled.weights()
@@ -271,13 +303,30 @@ def _restrict(scaled: ScaledLogits, limits: Limits) -> _Restricted | None:
     if surplus.numel():
         equal = rows[surplus] == smallest[surplus]
         room = counts[surplus] - (rows[surplus] > smallest[surplus]).sum(dim=-1)
-        allowed[surplus] &= ~equal | (equal.cumsum(dim=-1) <= room[:, None])
+        allowed[surplus] &= ~equal | _first(equal, room)
     # Both sums are in float64 and in one order: a row that keeps everything has exactly log 1.
-    log_shares = off.float()
+    log_shares = weights.new_zeros(len(weights))
     mass = mass_of(rows)
     weights[limited] = rows = rows.masked_fill_(~allowed, 0.0)
     log_shares[limited] = (mass_of(rows) / mass).log().float()
     return _Restricted(weights, log_shares)
+
+
+def _bounds(scaled: ScaledLogits, limits: Limits) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the limits of each row, `[batch]`: at most k tokens, p of the sum, m at least."""
+    top_k, top_p, min_p = limits
+    batch, vocab = scaled.logits.shape
+    off = torch.zeros(batch, dtype=torch.float64, device=scaled.logits.device)
+    k = off.long() if top_k is None else top_k.long()
+    k = k.masked_fill((k <= 0) | (k > vocab), vocab)
+    p = off + 1 if top_p is None else top_p.double()
+    m = off.float() if min_p is None else min_p.float()
+    return k, p, m
+
+
+def _first(equal: Tensor, room: Tensor) -> Tensor:
+    """Return where at most `room` of the true places are passed, each row for itself."""
+    return equal.cumsum(dim=-1) <= room[:, None]
 
 
 def mass_of(weights: Tensor) -> Tensor:

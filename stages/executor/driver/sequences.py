@@ -71,6 +71,7 @@ class SequenceTable:
         limited: Whether top_k, top_p or min_p restricts the choice.
         restricted: Whether there are limits, masks to report, or forced tokens.
         plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
+        simple: Whether they are but for limits.
         num_logprobs: Top tokens to report beside each sampled one.
         masks: Whether the sampling mask of each token is reported.
         num_forced: The number of forced tokens.
@@ -124,6 +125,7 @@ class SequenceTable:
         self.limited: BoolArray = np.zeros(rows, np.bool_)
         self.restricted: BoolArray = np.zeros(rows, np.bool_)
         self.plain: BoolArray = np.zeros(rows, np.bool_)
+        self.simple: BoolArray = np.zeros(rows, np.bool_)
         self.num_logprobs: IntArray = np.zeros(rows, np.int64)
         self.masks: BoolArray = np.zeros(rows, np.bool_)
         self.num_forced: IntArray = np.zeros(rows, np.int64)
@@ -227,9 +229,10 @@ class SequenceTable:
         self.masks[row] = masks = sampling.return_sampling_mask
         self.forced[row] = forced = sampling.forced_tokens
         self.num_forced[row] = len(forced)
-        self.restricted[row] = restricted = bool(limited or masks or forced)
+        self.restricted[row] = bool(limited or masks or forced)
         changed = self.adjusted[row] or self.constrained[row]
-        self.plain[row] = not (changed or restricted or sampling.logprobs)
+        self.simple[row] = simple = not (changed or masks or forced or sampling.logprobs)
+        self.plain[row] = simple and not limited
         # The first sample reports the prompt for all, before it samples.
         speaks = new.sample.sample_index == 0 and new.num_generated == 0
         self.scores[row] = scores = speaks and sampling.scores_prompt

@@ -7,7 +7,7 @@ token is sampled after each; tokens that would have been sampled without drafts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,7 +38,6 @@ from ..runner.interface import (
 from .choose import ChosenTokens, TokenChooser, packed_sampling
 from .constraints import Constraints
 from .sampled import Pooled, SampledRows, TokenFeed, UnreadTokens
-from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
 
 if TYPE_CHECKING:
@@ -185,6 +184,8 @@ class StepRunner:
         graphs: Recorded decode steps; None if there are none.
         states: The recurrent states of sequences; None if the model has none.
         routers: Reports routed experts; None if it can't.
+        watch: Called with the inputs of each pass after it has begun; None for nothing.
+        reads_all: Whether the last hidden states of all tokens are read.
     """
 
     runner: ModelRunner
@@ -201,6 +202,8 @@ class StepRunner:
     graphs: DecodeGraphs | None = None
     states: SequenceStates | None = None
     routers: Routers | None = None
+    watch: Callable[[StepInputs], None] | None = None
+    reads_all: bool = False
 
     def add(self, new: NewSequence) -> None:
         """Add a sequence to the table.
@@ -270,14 +273,15 @@ class StepRunner:
             from .prompts import take_scored
 
             scored = take_scored(table, step.rows, step.num_tokens)
-        # A graph has no adapters, and one token for each sequence.
         routes = table.routes[rows].any()
-        plain = not routes and samples.all() and scored is None and (table.adapter[rows] < 0).all()
-        if self.images is not None and self.images.in_step(rows, table.num_computed[rows]):
-            plain = False
         graphs = self.graphs
-        if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
-            return StepOutputs(self._replay(graphs, rows, masks))
+        if graphs and not routes and scored is None and samples.all():
+            # A graph has no adapters, and one token for each sequence.
+            plain = (table.adapter[rows] < 0).all() and len(step.rows) == len(rows)
+            if self.images is not None and self.images.in_step(rows, table.num_computed[rows]):
+                plain = False
+            if plain and graphs.fits(num_tokens):
+                return StepOutputs(self._replay(graphs, rows, masks))
         inputs, last_token = self._inputs(step, samples, scored, all_read=routes)
         if routes:
             from .routing import start_routed
@@ -288,6 +292,8 @@ class StepRunner:
             output = start_routed(self.routers, start, table, *about, last_token[samples])
         else:
             output = self.runner.start(inputs, with_states=bool(table.pools[step.rows].any()))
+        if self.watch is not None:
+            self.watch(inputs)
         table.num_computed[rows] = ends
         if self.states is not None:
             self.states.advance(rows, num_tokens, ends)
@@ -394,16 +400,17 @@ class StepRunner:
             scored = np.repeat(before[to_score.which], to_score.counts) + to_score.positions
             logits_index = np.concatenate((logits_index, scored))
         # All tokens of a decode step are read, and a vector may need any token of a prompt.
-        all_read = all_read or num_decodes == len(rows) or bool(table.pools[rows].any())
+        all_read = all_read or num_decodes == len(rows) or self.reads_all or table.pools[rows].any()
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         if self.states is not None:
             batch_rows = self.states.put_in(batch_rows, rows, step.ahead[order])
         images = self.images
-        if images is not None and not images.concern(rows, starts):
-            images = None
         if images is not None:
-            batch_rows = images.look_ahead(rows, batch_rows)
+            if images.concern(rows, starts):
+                batch_rows = images.look_ahead(rows, batch_rows)
+            else:
+                images = None
         row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]
         inputs = self.runner.builder.build(batch_rows, input_ids, logits_index)
@@ -434,24 +441,23 @@ class StepRunner:
             sampling=packed_sampling(table, rows),
             shift=table.position_shift[rows],
         )
-        logits, tokens, logprobs = graphs.run(step)
+        simple, plain = self.chooser.never_waits(rows)
+        logits, *chosen = graphs.run(step, within=simple and not plain)
         table.num_computed[rows] += 1
         places = Places.next_of(rows)
-        if not self._all_plain(rows):
+        if not simple or (graphs.without_limits and not plain):
             return self._sample(logits, places, masks, NO_COLUMNS)
-        return self.unread.add(places, tokens, logprobs, (), fed=True)
+        return self.unread.add(places, *chosen, fed=True)
 
     def _sample(
         self, logits: Tensor, places: Places, masks: PendingMasks | None, columns: Columns
     ) -> SampledRows:
         """Choose a token for each place, without drafted tokens."""
-        rows = places.rows
-        if self.runs_ahead and self._all_plain(rows):
-            packed = self.upload(*packed_sampling(self.table, rows))
-            temperatures, numbers = (part.view(torch.float64) for part in packed)
-            tokens, logprobs = sample_plain(logits, temperatures, numbers)
-            return self._count(places, ChosenTokens(tokens, logprobs, columns=columns))
-        chosen = self.chooser.choose(logits, places, masks)
+        chosen: ChosenTokens | None
+        if not self.runs_ahead or not (
+            chosen := self.chooser.choose_ahead(logits, places.rows, self.upload)
+        ):
+            chosen = self.chooser.choose(logits, places, masks)
         return self._count(places, chosen.with_columns(columns) if columns else chosen)
 
     def _verify(
@@ -495,15 +501,12 @@ class StepRunner:
             places,
             tokens,
             chosen.logprobs,
-            chosen.top_logprobs,
+            chosen.shares,
+            top_logprobs=chosen.top_logprobs,
             fed=self.runs_ahead,
             adapter_versions=versions,
             columns=chosen.columns,
         )
-
-    def _all_plain(self, rows: IntArray) -> bool:
-        """Return whether `sample_plain` can choose the tokens, without waiting."""
-        return not self.chooser.raw and bool(self.table.plain[rows].all())
 
 
 def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, IntArray]:

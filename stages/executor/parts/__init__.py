@@ -116,6 +116,10 @@ def load_companion(config: EngineConfig, model: LoadedModel) -> LoadedModel | No
     """
     if config.speculation == "off" or not config.draft_model_path:
         return None
+    from ..runner.heads import head_of
+
+    if (head := head_of(config)) is not None:
+        return head(config, model)
     from ..driver.speculation.draft_model import load_draft_model
 
     return load_draft_model(config, model)
@@ -174,7 +178,12 @@ def make_parts(
     else:
         from .speculation import Speculation
 
-        yield Speculation(state, companion)
+        speculation = Speculation(state, companion)
+        yield speculation
+        if (head := getattr(companion, "module", None)) is not None and hasattr(head, "reads"):
+            from .draft_heads import DraftHeads
+
+            yield DraftHeads(state, speculation, head)
     yield Recipes(state)
     if config.kv_host_bytes or config.kv_disk_path or (shares_kv and model.layers):
         from .tiers import Tiers

@@ -42,6 +42,8 @@ class Graphs(Part):
             state.off["graphs"] = f"the model's step can't be recorded: {error}"
             raise
         state.off.pop("graphs", None)
+        if why := state.steps.graphs.without_limits:
+            state.off["graphs"] = f"recorded, but for choices within limits: {why}"
 
     def enlarged(self) -> None:
         self._record()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ....bus.control import ReplicaCapacity
 from ....bus.parts.speculation import DraftCapacity, DraftsPlan, DraftsResult
 from ....bus.sections import with_sections
@@ -13,6 +15,9 @@ from ..driver.step import LaunchedStep
 from ..driver.trial import trial_step
 from ..runner.interface import LoadedModel
 from . import ExecutorState, Part
+
+if TYPE_CHECKING:
+    from ..driver.speculation.draft_model import DraftModel
 
 
 class Speculation(Part):
@@ -30,10 +35,10 @@ class Speculation(Part):
         super().__init__(state)
         self.draft_model = None
         if companion is not None:
-            from ..driver.speculation.draft_model import DraftModel
-
             blocks, vocab_size = state.runner.cache.num_blocks, state.model.vocab_size
-            self.draft_model = DraftModel(state.config, companion, state.table, blocks, vocab_size)
+            self.draft_model = _drafts_of(companion)(
+                state.config, companion, state.table, blocks, vocab_size
+            )
             state.caches.append(self.draft_model.cache)
         costs = self._measure_costs()
         sources = make_sources(state.config, state.table, state.constraints)
@@ -83,3 +88,13 @@ class Speculation(Part):
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
         return with_sections(found, DraftCapacity())
+
+
+def _drafts_of(companion: LoadedModel) -> type[DraftModel]:
+    if hasattr(companion.module, "reads"):
+        from ..driver.speculation.draft_head import HeadDrafts
+
+        return HeadDrafts
+    from ..driver.speculation.draft_model import DraftModel
+
+    return DraftModel

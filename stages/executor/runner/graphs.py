@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -29,7 +30,7 @@ from .inputs import StepInputs, model_forward
 from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 
-Step = Callable[[], tuple[Tensor, Tensor]]
+Step = Callable[[], tuple[Tensor, ...]]
 
 Capture = Callable[[Step], Step]
 """Records a step. Every replay writes to the same output tensors."""
@@ -52,8 +53,13 @@ class DecodeHead(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Choose the next token of each row and keep it. Returns tokens and logprobs, `[rows]`."""
 
+    def choose_within(
+        self, rows: Tensor, logits: Tensor, temperatures: Tensor, uniforms: Tensor, *limits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose within limits, too, and return their logarithms."""
 
-_COLUMNS = 7
+
+_COLUMNS = 10
 """Numbers per row in a bucket's buffer, besides the block table."""
 
 
@@ -76,7 +82,7 @@ class DecodeStep(msgspec.Struct, frozen=True):
         positions: `[rows]`, of these tokens.
         tables: `[rows, blocks]`, the block tables.
         table_rows: `[rows]`, where the DecodeHead keeps the tokens that follow.
-        sampling: Temperatures and uniform numbers, `[rows]` each, as `packed_sampling` gives them.
+        sampling: As `packed_sampling` gives it.
         shift: `[rows]`, rotary positions, less `positions`.
     """
 
@@ -84,7 +90,7 @@ class DecodeStep(msgspec.Struct, frozen=True):
     positions: IntArray
     tables: IntArray
     table_rows: IntArray
-    sampling: tuple[IntArray, IntArray]
+    sampling: tuple[IntArray, ...]
     shift: IntArray | int = 0
 
 
@@ -102,7 +108,7 @@ def pack_step(
     """
     buffer = np.zeros(size * (_COLUMNS + width), np.int64)
     columns, tables = buffer[: size * _COLUMNS].reshape(_COLUMNS, size), buffer[size * _COLUMNS :]
-    input_ids, positions, slots, contexts, table_rows, temperatures, uniforms = columns
+    input_ids, positions, slots, contexts, table_rows, *sampling = columns
     tables = tables.reshape(size, width)
     count = 0
     if step is not None:
@@ -113,7 +119,8 @@ def pack_step(
         slots[:count] = blocks * cache.block_size + step.positions % cache.block_size
         contexts[:count] = step.positions + 1
         table_rows[:count] = step.table_rows
-        temperatures[:count], uniforms[:count] = step.sampling
+        for column, values in zip(sampling, step.sampling, strict=True):
+            column[:count] = values
         tables[:count, :used] = step.tables
     slots[count:] = cache.padding_block * cache.block_size
     contexts[count:] = 1
@@ -128,6 +135,7 @@ class DecodeGraphs:
     Attributes:
         buckets: Batch sizes, rising.
         replays: Replays of each.
+        without_limits: Why a choice within limits is not recorded; "" if it is.
     """
 
     def __init__(
@@ -163,28 +171,43 @@ class DecodeGraphs:
         self._logits = torch.zeros(shape, dtype=torch.float32, device=model.device)
         self._buffers: dict[int, Tensor] = {}
         self._steps: dict[int, Step] = {}
+        self._choices: dict[int, Step] = {}
+        self.without_limits = ""
         for size in reversed(self.buckets):
             self._buffers[size] = torch.from_numpy(self._pack(None, size)).to(model.device)
             self._steps[size] = capture(self._step(model, backend, head, size))
+        try:
+            for size in reversed(self.buckets):
+                self._choices[size] = capture(self._choice(head, size))
+        except RuntimeError as error:
+            # It then runs without a graph, and without waiting all the same.
+            self.without_limits = str(error)
+            self._choices.clear()
 
     def fits(self, num_tokens: IntArray) -> bool:
         """Return whether a graph can run rows of so many tokens."""
         return len(num_tokens) <= self.buckets[-1] and bool((num_tokens == 1).all())
 
-    def run(self, step: DecodeStep) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, step: DecodeStep, *, within: bool = False) -> tuple[Tensor, ...]:
         """Run one step of 1 to `buckets[-1]` rows.
 
+        Args:
+            step: The step.
+            within: Choose within the limits, if that is recorded.
+
         Returns:
-            Logits `[rows, vocab]` float32, tokens `[rows]` and logprobs `[rows]` of the DecodeHead.
-            The next run overwrites all three.
+            Logits `[rows, vocab]` float32, tokens `[rows]` and logprobs `[rows]` of the DecodeHead,
+            and those of the limits, if within these. The next run overwrites all.
         """
         count = len(step.input_ids)
         size = next(size for size in self.buckets if size >= count)
         (packed,) = self._upload(self._pack(step, size))
         self._buffers[size].copy_(packed)
-        tokens, logprobs = self._steps[size]()
+        chosen = self._steps[size]()
+        if within and not self.without_limits:
+            chosen = self._choices[size]()
         self.replays[size] += 1
-        return self._logits[:count], tokens[:count], logprobs[:count]
+        return self._logits[:count], *(each[:count] for each in chosen)
 
     def _pack(self, step: DecodeStep | None, size: int) -> IntArray:
         return pack_step(step, size, self._width, self._cache, self._padding_row)
@@ -195,9 +218,8 @@ class DecodeGraphs:
         It has no data-dependent shapes, and never waits for the device.
         """
         buffer, cache, logits_out = self._buffers[size], self._cache, self._logits[:size]
-        columns = buffer[: size * _COLUMNS].view(_COLUMNS, size)
-        input_ids, positions, slots, contexts, table_rows, *packed = columns.unbind()
-        temperatures, uniforms = (column.view(torch.float64) for column in packed)
+        (input_ids, positions, slots, contexts, table_rows), sampling = self._columns(size)
+        temperatures, uniforms = sampling[:2]
         rows = DecodeRows(size, buffer[size * _COLUMNS :].view(size, -1), contexts)
         attention = PagedBatch(slots, rows)
         every_row = torch.arange(size, device=buffer.device)
@@ -209,6 +231,18 @@ class DecodeGraphs:
             return head.choose(table_rows, logits, temperatures, uniforms)
 
         return torch.inference_mode()(step)
+
+    def _choice(self, head: DecodeHead, size: int) -> Step:
+        """Return a bucket's choice within limits, after its step, likewise."""
+        (*_, table_rows), sampling = self._columns(size)
+        return torch.inference_mode()(
+            partial(head.choose_within, table_rows, self._logits[:size], *sampling)
+        )
+
+    def _columns(self, size: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return a bucket's columns of integers, and those of float64."""
+        columns = self._buffers[size][: size * _COLUMNS].view(_COLUMNS, size).unbind()
+        return columns[:5], tuple(each.view(torch.float64) for each in columns[5:])
 
 
 _WARM_UPS = 2
@@ -262,10 +296,10 @@ class _RecordedStep:
     """
 
     graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, Tensor]
+    outputs: tuple[Tensor, ...]
     step: Step
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
+    def __call__(self) -> tuple[Tensor, ...]:
         self.graph.replay()
         return self.outputs
 

@@ -125,6 +125,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if plan is not None:
         trim(torch.device("cpu"))  # of weights that the probing pass unpacked
         model = replace(model, checkpoint_format=plan.label, checkpoint_notes=plan.notes)
+    if device.type == "cuda" and config.kernels != "off":
+        from .fast_modules.calls import join_weights
+
+        join_weights(module)
     return replace(model, is_shared=False)
 
 

@@ -20,8 +20,10 @@ from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.batches import runner
 from nano_inference.gateway.batches.lines import lines_of
 from nano_inference.gateway.serving.request_ids import mark_of
+from nano_inference.telemetry import instruments, names
 
 from ..fake import Client, FakeEngine, app_of, chunk, completion, observed, refused
+from ..recorded import Recorded, ids
 
 SETTINGS = {
     "gateway.message_format": "off",
@@ -112,6 +114,44 @@ async def test_each_line_has_one_answer(client: AsyncOpenAI, engine: FakeEngine)
     assert [each.metadata for each in listed.data] == [{"what": "test"}]
 
 
+async def test_operators_see_batches_and_find_their_lines(engine: FakeEngine, config: Any) -> None:
+    """Metrics, the progress of an open batch, and spans; not of lines that are refused."""
+    recorded = Recorded()
+    app = app_of(engine, config, recorded.measures)
+    held(engine)
+    running = asyncio.create_task(app.batches.run_forever())
+    transport = httpx2.ASGITransport(observed(app))
+    async with httpx2.AsyncClient(transport=transport) as http:
+        own = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http)
+        batch_id = await begun(own, line(0), line(1), "no json")
+        await engine.until(lambda: len(engine.requests) == 2)
+        number, found = await app.batches.store.progress()
+        assert (number, [(each.id, each.total, each.open) for each in found]) == (
+            1,
+            [(batch_id, 3, 3)],
+        )
+        assert recorded.values(instruments.BATCHES) == {(): 1}
+        assert recorded.values(instruments.BATCH_OPEN_LINES) == {(): 3}
+        engine.go()
+        await ended(own, batch_id)
+    running.cancel()
+    await asyncio.wait([running])
+    counts = recorded.values(instruments.BATCH_LINES)
+    assert counts == {("completed",): 2, ("failed",): 1, ("expired",): 0, ("cancelled",): 0}
+    assert recorded.values(instruments.BATCH_OPEN_LINES) == {(): 0}
+    spans = [each for each in recorded.spans() if each.attributes[names.BATCH_ID] == batch_id]
+    (whole,) = [each for each in spans if each.name == "batch"]
+    assert whole.attributes["nano.batch.lines.completed"] == 2
+    lines = {each.attributes[names.BATCH_LINE]: each for each in spans if each is not whole}
+    assert {number: each.name for number, each in lines.items()} == {
+        0: "text_completion tiny",
+        1: "text_completion tiny",
+    }
+    traces = {ids(each)[:2] for each in lines.values()}
+    assert len({trace for trace, _ in traces}) == 2, "each has a trace of its own"
+    assert {(each.trace_id, each.span_id) for each in engine.traces if each} == traces
+
+
 async def test_a_line_that_can_not_run_is_an_error_line(client: AsyncOpenAI) -> None:
     lines = [
         line(0),
@@ -131,6 +171,7 @@ async def test_a_line_that_can_not_run_is_an_error_line(client: AsyncOpenAI) -> 
     found = [json.loads(each) for each in text.splitlines()]
     assert [each["custom_id"] for each in found] == ["", "c2", "c3", "c4", "c5", ""]
     assert found[0]["error"]["code"] == "malformed"
+    assert found[0]["error"]["message"].startswith("line 2 can't be read")
     assert found[2]["response"]["body"]["error"]["param"] == "max_tokens"
 
 

@@ -86,11 +86,62 @@ ELEMENTS = set(
     re.findall(
         r"\w+",
         "a blockquote br button code div em figcaption figure h3 h4 h5 h6 hr li ol p pre s span "
-        "strong table tbody td th thead tr ul",
+        "strong table tbody td th thead tr ul math mfrac mi mn mo mover mrow mspace msqrt mroot "
+        "msub msubsup msup mtable mtd mtext mtr munder munderover",
     )
 )
 
-ATTRIBUTES = {"aria-label", "class", "href", "rel", "role", "tabindex", "target", "title", "type"}
+ATTRIBUTES = set(
+    re.findall(
+        r"[\w-]+",
+        "aria-label class href rel role tabindex target title type accent display linethickness "
+        "lspace mathvariant maxsize minsize movablelimits rspace stretchy width",
+    )
+)
+
+# Formulas, and the elements with the texts of each as "name(children)".
+FORMULAS = {
+    r"$\frac{a}{2}$": "mfrac(mrow(mi(a))mrow(mn(2)))",
+    r"$x_i^2$": "msubsup(mi(x)mi(i)mn(2))",
+    r"$f'$": "msup(mi(f)mrow(mo(\u2032)))",
+    r"$$\sum_{i=1}^n i$$": "munderover(mo(∑)mrow(mi(i)mo(=)mn(1))mi(n))mi(i)",
+    r"$\sum_i$": "msub(mo(∑)mi(i))",
+    r"\(\sqrt[3]{x}\)": "mroot(mrow(mi(x))mrow(mn(3)))",
+    r"$\left(x\right]$": "mrow(mo(()mrow(mi(x))mo(]))",
+    r"$\text{if } \mathbb{R}$": "mtext(if\u00a0)mi(\u211d)",
+    r"$\begin{pmatrix}a&b\\c\\\end{pmatrix}$": "mrow(mo(()mtable(mtr(mtd(mrow(mi(a)))"
+    "mtd(mrow(mi(b))))"
+    "mtr(mtd(mrow(mi(c)))))mo()))",
+    r"$a < b$": "mi(a)mo(<)mi(b)",
+}
+
+# Shown as they are written: unknown, incomplete, or too deep.
+WRITTEN = (
+    r"$\unknown{x}$", r"$\frac{1}$", "$x^$", r"$\left( x$", r"$\begin{pmatrix}a$", "$x}$",
+    r"$\href{a}{b}$",
+    f"${'{' * 90}x{'}' * 90}$",
+)  # fmt: skip
+
+SHAPES = """async formulas => {
+    const { formulaOf } = await import(new URL("static/formula.js", document.baseURI));
+    const shape = each => each.nodeType === Node.TEXT_NODE ? each.data
+        : `${each.localName}(${[...each.childNodes].map(shape).join("")})`;
+    return formulas.map(each => {
+        const found = formulaOf(each);
+        return found && [...found.firstChild.childNodes].map(shape).join("");
+    });
+}"""
+
+# Whether the modules of the other views have come, though none of these was opened.
+LOADED = """() => ["chart", "filter", "operations", "pipeline", "remedies", "waterfall"].every(
+    name => performance.getEntriesByName(new URL(`static/${name}.js`, document.baseURI)).length)"""
+
+BLOCKS = """async () => {
+    const { Markdown } = await import(new URL("static/markdown.js", document.baseURI));
+    const markdown = new Markdown("Answer");
+    markdown.update("$5, $10\\n\\n$$\\nx_1\\n- y_1\\n= z*2*\\n$$\\n\\n- $a_1 * b_1$ *c*", false);
+    return ["math", "li", "em", "h3"].map(each => markdown.element.querySelectorAll(each).length);
+}"""
 
 STAGES = {
     "admission": {"in_flight": 3},
@@ -280,6 +331,49 @@ async def test_none_of_sixty_attacks_in_markdown_runs(browser: Any, engine: Fake
         assert await page.page.locator("main img, main script, main iframe").count() == 0
         assert [each for each in asked if not each.startswith(url)] == []
         assert page.said == []
+
+
+async def test_formulas_are_mathml_or_stay_as_they_are_written(
+    browser: Any, engine: FakeEngine
+) -> None:
+    async with gateway(engine) as (url, _, _), console(browser, url) as page:
+        await page.open()
+        found = await page.page.evaluate(SHAPES, [*FORMULAS, *WRITTEN])
+        assert dict(zip(FORMULAS, found, strict=False)) == FORMULAS
+        assert found[len(FORMULAS) :] == [None] * len(WRITTEN)
+        assert await page.page.evaluate(BLOCKS) == [2, 1, 1, 0]
+
+
+async def test_a_view_stays_chosen_while_another_one_writes_the_address(
+    browser: Any, engine: FakeEngine
+) -> None:
+    async with gateway(engine) as (url, _, _), console(browser, url) as page:
+        await page.open()
+        await page.send("Hello")
+        await page.answered()
+        await page.open("requests")
+        await page.page.locator(".list-row").first.click()
+        await page.page.wait_for_selector(".detail .fall")
+        await page.page.evaluate("""() => {
+            location.hash = "#/operations";
+            document.querySelector(".detail").dispatchEvent(
+                new KeyboardEvent("keydown", { key: "Escape" }));
+        }""")
+        await page.page.wait_for_selector("main[data-view=operations] > *")
+
+
+async def test_a_view_opens_while_the_gateway_is_away(browser: Any, engine: FakeEngine) -> None:
+    async with gateway(engine) as (url, _, server), console(browser, url) as page:
+        await page.open()
+        await page.page.wait_for_function(LOADED)
+        await page.page.context.set_offline(True)
+        for each in list(server.connections._all):
+            each.transport.abort()
+        for view in ("pipeline", "requests", "operations", "playground"):
+            await page.page.evaluate(f"location.hash = '#/{view}'")
+            await page.page.wait_for_selector(f"main[data-view='{view}'] > *")
+            assert await page.page.locator("text=This view failed").count() == 0
+            assert await page.page.locator("text=can't be reached").count() == 0
 
 
 async def test_a_turn_is_regenerated_edited_and_left_out_if_it_failed(

@@ -13,15 +13,21 @@ from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import BusError
 from nano_inference.gateway.caller import ANYBODY, Caller
 from nano_inference.gateway.console.feed import Feed, Viewer, viewer_of
-from nano_inference.gateway.console.history import History, Point
+from nano_inference.gateway.console.history import History, Point, RecordedHistory
 from nano_inference.gateway.serving.request_log import RequestLog
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.pipeline.progress import Progress
 from nano_inference.pipeline.status import PipelineStatus
+from nano_inference.store.batches import BatchProgress
+from nano_inference.store.history import MinuteRecord
+from nano_inference.store.records import MemoryRecords
+from nano_inference.store.redis.keys import Keys
 
 from ..fake import report
 
 ALL = Viewer(None, None)
+
+KEYS = Keys("test")
 
 
 class Board:
@@ -42,9 +48,17 @@ class Board:
             report(stage="fairness", load={"settings": '{"tenant_weights": {"acme": 2}}'}),
             report(stage="streaming", load={"tokens_per_s": self.reads}),
         ]
+        batches = [
+            BatchProgress(
+                id=tenant, tenant=tenant, endpoint="/score", status="in_progress", created_s=1,
+                total=9, completed=1, failed=0, lines_per_s=2.0, seen_s=2,
+            )
+            for tenant in ("acme", "blue")
+        ]  # fmt: skip
         return PipelineStatus(
             ready=True, reason="", waiting=0, in_flight=0, queue_length=0, dead_letters=0,
             lanes=lanes_of(stages), stall_timeout_s=60, progress=Progress(status="idle"),
+            open_batches=2, batches=batches,
         )  # fmt: skip
 
 
@@ -60,7 +74,8 @@ def log() -> RequestLog:
 
 @pytest.fixture
 def feed(board: Board, log: RequestLog) -> Feed:
-    return Feed(board.read, log, lambda: {"waiting": 0, "in_flight": 0}, every_s=0.1)
+    gateway = {"waiting": 0, "in_flight": 0}
+    return Feed(board.read, log, lambda: gateway, MinuteRecord(KEYS, MemoryRecords()), every_s=0.1)
 
 
 async def first(feed: Feed, viewer: Viewer = ALL, number: int = 1) -> list[dict[str, Any]]:
@@ -104,6 +119,37 @@ def test_history_has_minutes_and_gaps() -> None:
     assert history.minutes[1].weights == 1
 
 
+async def run(history: RecordedHistory, start: int, minutes: int) -> None:
+    """A gateway that runs from the second minute on, with a point every 20 s."""
+    for second in range(start * 60, (start + minutes) * 60, 20):
+        await history.keep(Point(second * 1000, second, 1, 2, 3, 4, 9, 0))
+
+
+async def test_a_restarted_gateway_has_the_minutes_of_the_day() -> None:
+    record = MinuteRecord(KEYS, MemoryRecords())
+    await run(RecordedHistory(record), start=0, minutes=4)
+    again = RecordedHistory(record)
+    await run(again, start=6, minutes=2)
+    found = [(each.at_ms // 60_000, each.tokens_per_s) for each in again.minutes]
+    assert found == [(0, 20), (1, 80), (2, 140), (6, 380), (7, 440)], "a gap, and no minute twice"
+    assert len(again.seconds) == 6
+    day = 24 * 60
+    later = RecordedHistory(record)
+    await run(later, start=day + 1, minutes=2)
+    assert [each.at_ms // 60_000 for each in later.minutes] == [2, 6, day + 1, day + 2]
+    assert [*await record.read()] == [each * 60_000 for each in (2, 6, day + 1)]
+
+
+async def test_a_history_that_is_not_recorded_goes_on() -> None:
+    class Refused(MinuteRecord):
+        async def read(self) -> dict[int, bytes]:
+            raise BusError("no permissions to run HGETALL")
+
+    history = RecordedHistory(Refused(KEYS, MemoryRecords()))
+    await run(history, start=0, minutes=3)
+    assert len(history.minutes) == 3
+
+
 async def test_a_slow_viewer_skips_snapshots(feed: Feed, board: Board) -> None:
     async with aclosing(feed.snapshots(ALL)) as snapshots:
         rates = []
@@ -120,7 +166,7 @@ async def test_a_slow_viewer_skips_snapshots(feed: Feed, board: Board) -> None:
 
 async def test_settings_that_name_tenants_are_left_out(feed: Feed) -> None:
     (found,) = await first(feed)
-    assert "acme" not in json.dumps(found)
+    assert "acme" not in json.dumps(found["status"]["lanes"])
 
 
 async def test_without_the_bus_a_snapshot_says_so(feed: Feed, board: Board) -> None:
@@ -136,6 +182,8 @@ async def test_a_tenants_key_shows_its_own_use_only(feed: Feed, log: RequestLog)
     (own,), (every,) = await first(feed, viewer_of(caller)), await first(feed, viewer_of(ANYBODY))
     assert [each["tenant"] for each in own["tenants"]] == ["acme"]
     assert {each["tenant"] for each in every["tenants"]} == {"acme", "blue"}
+    assert [each["id"] for each in own["status"]["batches"]] == ["acme"]
+    assert [each["id"] for each in every["status"]["batches"]] == ["acme", "blue"]
 
 
 async def test_a_stopping_gateway_ends_the_streams(feed: Feed) -> None:

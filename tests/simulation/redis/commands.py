@@ -39,6 +39,7 @@ class Engine:
         scripts: Runs EVAL.
         claims: Entries that went from one consumer to another: id, both, and the age of the lease
             in milliseconds.
+        replaced: Fields of hashes that got another value: the key, and the field.
     """
 
     def __init__(self, scripts: Callable[[Engine, bytes, Arguments, Arguments], Any]) -> None:
@@ -47,6 +48,7 @@ class Engine:
         self.run_id = ""
         self.written: set[bytes] = set()
         self.claims: list[tuple[bytes, bytes, bytes, int]] = []
+        self.replaced: set[tuple[bytes, bytes]] = set()
         self.scripts = scripts
         self._commands: dict[bytes, Callable[[Arguments], Any]] = {
             name[1:].encode(): getattr(self, name) for name in dir(self) if name[1:].isupper()
@@ -190,7 +192,10 @@ class Engine:
     def _HSET(self, command: Arguments) -> Any:
         hash_: dict[bytes, bytes] = self._make(command[1], dict)
         before = len(hash_)
-        hash_.update(zip(command[2::2], command[3::2], strict=True))
+        for name, value in zip(command[2::2], command[3::2], strict=True):
+            if hash_.get(name, value) != value:
+                self.replaced.add((command[1], name))
+            hash_[name] = value
         return len(hash_) - before
 
     def _HSETNX(self, command: Arguments) -> Any:

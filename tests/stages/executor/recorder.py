@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
 from nano_inference.stages.executor.parts.graphs import Graphs
+from nano_inference.stages.executor.runner import interface
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 from nano_inference.stages.executor.runner.attention_options import AttentionOptions
 from nano_inference.stages.executor.runner.batch import DecodeRows
+from nano_inference.stages.executor.runner.fast_modules import modules
 from nano_inference.stages.executor.runner.graphs import Step
+from nano_inference.stages.executor.runner.kernels import cpu
+from nano_inference.stages.executor.runner.kernels.cpu import LinearKind
 
 _WAITS = ("aten.item", "aten.is_nonzero", "aten._local_scalar_dense", "aten.nonzero", "aten.equal")
 """Operations for which the host waits for the device, so that a graph can't hold them."""
@@ -53,7 +60,7 @@ class OperationRecorder:
         self.operations = len(recording.calls)
 
         @torch.inference_mode()
-        def replay() -> tuple[Tensor, Tensor]:
+        def replay() -> tuple[Tensor, ...]:
             for func, args, kwargs, before in recording.calls:
                 after = func(*args, **kwargs)
                 for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
@@ -112,3 +119,41 @@ class PlainPagedAttention:
             scores = torch.cat((scores, sinks), dim=-1)
         weights = scores.softmax(dim=-1)[..., : keys.shape[1]].to(values.dtype)
         return torch.einsum("rhp,rphd->rhd", weights, values)
+
+
+def core_with_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    config: EngineConfig,
+    model: LoadedModel,
+    kernels: Any,
+    attention: Any,
+) -> ExecutorCore:
+    """A core whose model takes these kernels as on CUDA, such as Triton's under its interpreter."""
+    backend = PagedBackend(model, config.block_size, attention)
+    monkeypatch.setattr(interface, "choose_backend", lambda *_: (backend, ""))
+    monkeypatch.setattr(modules, "module_kernels", lambda _device: kernels)
+    config = msgspec.structs.replace(config, deterministic=False)
+    return ExecutorCore(config, model=model, runs_ahead=True)
+
+
+class PlainKernels:
+    """The kernels for parts of decoder layers in PyTorch."""
+
+    class RMSNorm(cpu.RMSNorm):
+        def __call__(self, rows: Tensor) -> Tensor:
+            weight = self.weight_for(rows)
+            factor = weight + 1 if self.shifted else weight
+            return F.rms_norm(rows, rows.shape[-1:], factor, self.epsilon)
+
+    @staticmethod
+    def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor, apart: int = 0) -> None:
+        width = cos.shape[1]
+        x = rows[:, : heads * width].unflatten(1, (heads, width))
+        low, high = x.chunk(2, -1)
+        x.copy_(x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None])
+
+    @staticmethod
+    def gate(gates: Tensor, ups: Tensor, kind: LinearKind) -> Tensor:
+        if kind is LinearKind.GATED_SILU:
+            return F.silu(gates) * ups
+        return F.gelu(gates, approximate="tanh") * ups

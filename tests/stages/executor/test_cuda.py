@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.parts.weights import WeightChanges
+from nano_inference.stages.executor.runner.fast_modules.calls import join_weights
 
 from .models import ARCHITECTURES, make_model
 from .plans import PROMPT, Generation, new_sequence, step_plan
@@ -84,6 +86,16 @@ def test_a_dense_model_s_steps_are_recorded_with_our_kernels(dtype: torch.dtype)
     assert core.runner.fast_modules is not None
     assert core.runner.fast_modules.refused == {}
     assert core.runner.fast_modules.count["Qwen2DecoderLayer"] == len(core.model.layers)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_joined_products_keep_the_tokens(graphs: bool) -> None:
+    expected = run(make_core(on_cuda("qwen2")))
+    model = on_cuda("qwen2")
+    join_weights(model.module)
+    core = make_core(replace(model, is_shared=False), graphs=graphs)
+    assert core.off.get("graphs", "") == ("" if graphs else core.off["graphs"])
+    assert [each.token_ids for each in run(core)] == [each.token_ids for each in expected]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,10 +7,12 @@ other gateway after it. Imported only where `mcp.servers` or `mcp.server_hosts` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -20,11 +22,12 @@ from .....bus.public import Completion
 from .....config import NanoInferenceError, RequestError, shown
 from .....media.addresses import check_url
 from ....call import Call
+from ....caller import Caller
 from ....server.http import EventStream, JsonResponse, Response, SendEvent, connected, field_error
 from ....serving.begun_calls import Found, name_of_key, pauses_s
 from ....serving.durable_calls import IdempotencyKey
 from ....serving.fields import read_part
-from ....serving.mcp_servers import Connection, McpServer, configured, failed, url_rules
+from ....serving.mcp_servers import Connection, McpServer, Outcome, configured, failed, url_rules
 from ....serving.mcp_servers import connected as connected_server
 from ....serving.prepared import about_tools
 from ....serving.samples import SampleChunks, stream_unsent
@@ -107,7 +110,7 @@ async def create(
             "gateway may make its calls again; leave background out",
             code="unsupported",
         )
-    servers = _servers(services, wanted)
+    servers = _servers(services, wanted, call.caller)
     urls = {each.tool.server_label: _origin(services, each) for each in servers}
     kept = {each.place: each.tool.shown(urls[each.tool.server_label]) for each in servers}
     tools = [kept.get(f"tools[{place}]", tool) for place, tool in enumerate(fields.tools)]
@@ -130,12 +133,12 @@ async def create(
         return JsonResponse(await run.answer(nothing))
 
 
-def _servers(services: Services, wanted: ResponseCall) -> list[_Wanted]:
+def _servers(services: Services, wanted: ResponseCall, caller: Caller) -> list[_Wanted]:
     """Read the servers of a call.
 
     Raises:
         FieldError: One is unknown, or named twice.
-        RequestError: A URL is not allowed.
+        RequestError: A URL is not allowed, or the caller's key may not use a server.
     """
     config = services.config.mcp
     known = configured(config)
@@ -156,13 +159,13 @@ def _servers(services: Services, wanted: ResponseCall) -> list[_Wanted]:
             headers["Authorization"] = f"Bearer {tool.authorization}"
         if tool.server_url is not None:
             check_url(tool.server_url, url_rules(config), f"{place}.server_url")
+            _check_allowed(caller, urlsplit(tool.server_url).hostname or "", place)
             server = McpServer(url=tool.server_url, headers=headers)
+        elif caller.mcp_servers is not None and label not in caller.mcp_servers:
+            # As an unknown one below: its name is not this caller's to know.
+            raise _no_server(label, place)
         elif label not in known:
-            raise field_error(
-                f"{place}.server_label",
-                f": the gateway has no server {shown(label)} (mcp.servers); name one that it has, "
-                "or give server_url",
-            )
+            raise _no_server(label, place)
         elif headers:
             raise field_error(
                 place, ": headers and authorization are for a server_url; leave them out"
@@ -171,6 +174,24 @@ def _servers(services: Services, wanted: ResponseCall) -> list[_Wanted]:
             server = known[label]
         found[label] = _Wanted(tool, server, place)
     return list(found.values())
+
+
+def _no_server(label: str, place: str) -> RequestError:
+    return field_error(
+        f"{place}.server_label",
+        f": the gateway has no server {shown(label)} for this key (mcp.servers); name one that it "
+        "has, or give server_url",
+    )
+
+
+def _check_allowed(caller: Caller, host: str, place: str) -> None:
+    """Raise RequestError (insufficient_scope) if a caller may not use servers of a host."""
+    if caller.mcp_servers is not None and host not in caller.mcp_servers:
+        raise RequestError(
+            f"{place}.server_url: this key may not use MCP servers on {shown(host)}; name one that "
+            "it may use, or have the key changed (`admin keys change --allow-mcp-server`)",
+            code="insufficient_scope",
+        )
 
 
 def _origin(services: Services, wanted: _Wanted) -> str | None:
@@ -431,8 +452,7 @@ class _Run:
         writer: RoundsWriter,
     ) -> Answer:
         await self._list(events)
-        for each in approvals:
-            await self._make(each, events, writer)
+        await self._make(approvals, events, writer)
         number, output = 0, self._output
         while True:
             await self._check_wanted()
@@ -448,12 +468,14 @@ class _Run:
                 for each in output.blocks[begun:]
             )
             cut = None if answer["status"] == "completed" else "the answer was cut; not called"
-            for each in [*output.calls]:
-                if cut is None and self._offered[each.label].needs_approval(each.name):
-                    await self._ask(each, events)
+            calls = [each._replace(refusal=cut) for each in output.calls]
+            for asks, group in groupby(calls, self._asks):
+                if asks:
                     waits = True
+                    for each in group:
+                        await self._ask(each, events)
                 else:
-                    await self._make(each._replace(refusal=cut), events, writer)
+                    await self._make([*group], events, writer)
             if cut is not None or waits or not output.calls:
                 return answer | {"output": [*output.blocks]}
             number += 1
@@ -485,6 +507,9 @@ class _Run:
             item["tools"] = [_listed(each) for each in tools.values()]
             await self._done(item, events)
 
+    def _asks(self, pending: Pending) -> bool:
+        return pending.refusal is None and self._offered[pending.label].needs_approval(pending.name)
+
     async def _ask(self, pending: Pending, events: RoundsEvents) -> None:
         """Add a request to approve a call."""
         label, name, arguments = pending[:3]
@@ -492,45 +517,73 @@ class _Run:
         await events.item("added", item)
         await self._done(item, events)
 
-    async def _make(self, pending: Pending, events: RoundsEvents, writer: RoundsWriter) -> None:
-        """Make a call, and add it with its result."""
-        label, name, arguments, approval, refusal = pending
+    async def _make(
+        self, calls: Sequence[Pending], events: RoundsEvents, writer: RoundsWriter
+    ) -> None:
+        """Make calls, some at once, and add them with their results, in their order."""
+        items: list[Answer] = []
+        outcomes: dict[int, Outcome] = {}
+        left = self.record.call.fields.max_tool_calls
+        left = len(calls) if left is None else left - self.num_calls
+        for place, pending in enumerate(calls):
+            items.append(await self._begun(pending, place, events))
+            left -= pending.refusal is None
+            if pending.refusal is not None:
+                outcomes[place] = failed(pending.refusal)
+            elif left < 0:
+                outcomes[place] = failed("not called: the response has made max_tool_calls calls")
+        if made := [place for place in range(len(calls)) if place not in outcomes]:
+            await self._check_wanted()
+            begun = writer.begun("in_progress")
+            await self._keep(begun | {"output": [*begun["output"], *items]})
+            self.num_calls += len(made)
+        try:
+            with in_time(self.call):
+                await self._run([(place, calls[place]) for place in made], outcomes)
+        except BaseException:
+            for place, item in enumerate(items):
+                ended = _ended(outcomes[place]) if place in outcomes else {"status": "incomplete"}
+                self._output.blocks.append(item | ended)
+            raise
+        for place, item in enumerate(items):
+            item |= _ended(outcomes[place])
+            await events.about(f"mcp_call.{item['status']}", item)
+            await self._done(item, events)
+
+    async def _begun(self, pending: Pending, place: int, events: RoundsEvents) -> Answer:
+        """Return the item of a call that begins, after `place` others."""
         item = self._item(
             "mcp_",
             MCP_CALL,
             status="in_progress",
-            server_label=label,
-            name=name,
+            server_label=pending.label,
+            name=pending.name,
             arguments="",
-            approval_request_id=approval,
+            approval_request_id=pending.approval,
             output=None,
             error=None,
         )
-        await events.item("added", item)
-        item["arguments"] = arguments
-        await events.about("mcp_call_arguments.delta", item, delta=arguments)
-        await events.about("mcp_call_arguments.done", item, arguments=arguments)
-        await events.about("mcp_call.in_progress", item)
-        if self._is_full and refusal is None:
-            refusal = "not called: the response has made max_tool_calls calls"
-        if refusal is not None:
-            outcome = failed(refusal)
-        else:
-            await self._check_wanted()
-            begun = writer.begun("in_progress")
-            await self._keep(begun | {"output": [*begun["output"], item]})
-            self.num_calls += 1
-            try:
-                with in_time(self.call):
-                    outcome = await self._offered[label].connection.call(name, arguments)
-            except BaseException:
-                self._output.blocks.append(item | {"status": "incomplete"})
-                raise
-        status = "completed" if outcome.error is None else "failed"
-        text = outcome.text if outcome.error is None else None
-        item |= {"status": status, "output": text, "error": outcome.error}
-        await events.about(f"mcp_call.{status}", item)
-        await self._done(item, events)
+        await events.item("added", item, place)
+        item["arguments"] = arguments = pending.arguments
+        await events.about("mcp_call_arguments.delta", item, place, delta=arguments)
+        await events.about("mcp_call_arguments.done", item, place, arguments=arguments)
+        await events.about("mcp_call.in_progress", item, place)
+        return item
+
+    async def _run(
+        self, calls: Sequence[tuple[int, Pending]], outcomes: dict[int, Outcome]
+    ) -> None:
+        """Run calls at once, as many as `mcp.max_calls`."""
+        limit = anyio.CapacityLimiter(self.services.config.mcp.max_calls)
+
+        async def run(place: int, pending: Pending) -> None:
+            async with limit:
+                connection = self._offered[pending.label].connection
+                outcomes[place] = await connection.call(pending.name, pending.arguments)
+
+        async with anyio.create_task_group() as group:
+            for place, pending in calls:
+                group.start_soon(run, place, pending)
 
     def _item(self, prefix: str, kind: str, **fields: Any) -> Answer:
         number = self._output.numbers[kind]
@@ -601,6 +654,13 @@ def _listed(tool: Tool) -> Answer:
         "input_schema": tool.input_schema,
         "annotations": annotations and annotations.model_dump(by_alias=True, exclude_none=True),
     }
+
+
+def _ended(outcome: Outcome) -> Answer:
+    """Return the fields of a call that has ended."""
+    if outcome.error is None:
+        return {"status": "completed", "output": outcome.text}
+    return {"status": "failed", "error": outcome.error}
 
 
 def _used(approval: str) -> RequestError:

@@ -105,19 +105,19 @@ class RoundsEvents(ResponseEvents):
     def items(self) -> OutputItems:
         return self._items
 
-    @property
-    def _place(self) -> int:
-        return len(self._items.blocks)
+    async def item(self, kind: str, item: Answer, ahead: int = 0) -> None:
+        """Send an event about an item that begins, or that has ended.
 
-    async def item(self, kind: str, item: Answer) -> None:
-        """Send an event about an item that begins, or that has ended."""
-        fields = {"output_index": self._place, "item": item}
+        Args:
+            ahead: Items before it that have begun and not ended.
+        """
+        fields = {"output_index": len(self._items.blocks) + ahead, "item": item}
         await self._progress()
         await self._send_event(f"response.output_item.{kind}", fields)
 
-    async def about(self, kind: str, item: Answer, **fields: Any) -> None:
+    async def about(self, kind: str, item: Answer, ahead: int = 0, **fields: Any) -> None:
         """Send another event about an item."""
-        place = {"item_id": item["id"], "output_index": self._place}
+        place = {"item_id": item["id"], "output_index": len(self._items.blocks) + ahead}
         await self._send_event(f"response.{kind}", place | fields)
 
 

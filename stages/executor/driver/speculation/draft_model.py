@@ -28,6 +28,7 @@ from ...runner.interface import (
     IntArray,
     LoadedModel,
     Rows,
+    StepInputs,
     flatten_rows,
     load_model,
     make_runner,
@@ -182,6 +183,9 @@ class DraftModel(DraftSource):
 
     name: ClassVar[str] = "model"
 
+    _keeps_drafted: ClassVar[bool] = True
+    """Whether the KV of drafted tokens holds for the sequence, where they were right."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -204,7 +208,7 @@ class DraftModel(DraftSource):
         self._table = table
         self._chooser = TokenChooser(table, raw=False, kernels=self._runner.kernels, reports=False)
         self._most_tokens = config.max_tokens_per_batch
-        self._vocab_size = vocab_size
+        self._vocab_size, self._known_ids = vocab_size, model.vocab_size
         self._progress: dict[int, _Progress] = {}
         # By block: the hash of the tokens up to its end whose KV it holds; 0 for none.
         self._filled: IntArray = np.zeros(num_blocks, np.int64)
@@ -381,7 +385,7 @@ class DraftModel(DraftSource):
                 and (chance >= _UNSURE or table.temperature[rows[i]] > 0)
                 for i, token, chance in zip(running, sampled.tolist(), chances, strict=True)
             ]
-            table.write_tokens(rows[running], known[running] + place, sampled)
+            table.write_tokens(rows[running], table.num_known[rows[running]] + place, sampled)
             running, sampled = running[goes_on], sampled[goes_on]
             if not running.size:
                 break
@@ -391,7 +395,7 @@ class DraftModel(DraftSource):
         for context, ids, chances in zip(contexts, tokens, likelihoods, strict=True):
             progress = self._progress[context.row]
             progress.drafted, progress.start = tuple(ids), len(context.tokens)
-            progress.num_computed = len(context.tokens) + len(ids) - 1
+            progress.num_computed = len(context.tokens) + (len(ids) - 1) * self._keeps_drafted
             drafts.append(Draft(tuple(ids), tuple(chances), self.name))
         return drafts
 
@@ -401,7 +405,7 @@ class DraftModel(DraftSource):
         Returns:
             The logits behind each row's last token, `[rows, vocab]`.
         """
-        last = np.cumsum(counts) - 1
+        last, ends = np.cumsum(counts) - 1, (rows, starts + counts)
         if counts.max() <= _FEW_TOKENS:
             row_of_token, starts = flatten_rows(starts, counts)
             rows, counts = rows[row_of_token], np.ones_like(starts)
@@ -416,8 +420,13 @@ class DraftModel(DraftSource):
             starts[order], counts[order], self._table.blocks[rows[order], :width], num_decodes
         )
         # Tokens beyond the draft model's vocabulary are replaced by its last one.
-        known = np.minimum(ids[source], self._runner.model.vocab_size - 1)
-        return self._runner.forward(self._runner.builder.build(batch, known, place[last]))
+        known = np.minimum(ids[source], self._known_ids - 1)
+        return self._pass(self._runner.builder.build(batch, known, place[last]), batch, *ends)
+
+    def _pass(self, inputs: StepInputs, batch: Rows, rows: IntArray, ends: IntArray) -> Tensor:
+        """Return the logits of a pass; `rows` and `ends`: the rows that were wanted, and the
+        number of tokens of each up to the last one."""
+        return self._runner.forward(inputs)
 
     def _choose(self, logits: Tensor, rows: IntArray, place: int) -> tuple[IntArray, list[float]]:
         """Choose tokens `place` positions behind the known ones, and return their probabilities.

@@ -1,12 +1,13 @@
 """Attention by a kernel that reads the paged cache in place, for rows of one token.
 
 On the CPU the kernel is `cpu.c`'s. On CUDA it is `kernels.triton_decode`; longer rows are gathered
-(`gather.PrefillRow`), or joined if they are whole prompts (`whole_prompts`).
+(`gather.PrefillRow`), or joined where flash attention computes them (`joined_rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention_options import AttentionOptions, Span
-from ..batch import DecodeRows, Rows
+from ..batch import DecodeRows, Rows, Uploader
 from ..kernels.cpu import PagedAttention
 from ..kv_cache import DecodeKernel, KVCache
 from ..loaded_model import LoadedModel
@@ -29,7 +30,7 @@ from .gather import (
 )
 
 if TYPE_CHECKING:
-    from .whole_prompts import WholePrompts
+    from .joined_rows import JoinedRows
 
 
 class ReadRows(msgspec.Struct, frozen=True):
@@ -56,7 +57,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
 
     slots: Tensor
     decodes: DecodeRows
-    prefills: dict[LayerKind, tuple[PrefillRow | WholePrompts, ...]] = {}
+    prefills: dict[LayerKind, tuple[PrefillRow | JoinedRows, ...]] = {}
     read: ReadRows | None = None
 
 
@@ -69,11 +70,12 @@ class PagedBackend:
     def __init__(self, model: LoadedModel, block_size: int, kernel: DecodeKernel) -> None:
         """For the layers of a model, and a kernel."""
         self._kinds = layer_kinds(model)
-        self._join: Callable[..., Iterator[PrefillRow | WholePrompts]] | None = None
+        self._lay_out: Callable[..., Iterator[PrefillRow | JoinedRows]] = prefill_rows
         if model.device.type == "cuda":
-            from .whole_prompts import can_join_prompts, join_prompts
+            from .joined_rows import can_join_rows, join_rows
 
-            self._join = join_prompts if can_join_prompts(model) else None
+            if can_join_rows(model):
+                self._lay_out = partial(join_rows, Uploader(model.device))
         self._block_size = block_size
         self._kernel = kernel
 
@@ -82,11 +84,8 @@ class PagedBackend:
         if rows.num_decodes == rows.starts.size:
             return PagedBatch(slots, decodes)
 
-        def layout(span: Span, heads: int) -> tuple[PrefillRow | WholePrompts, ...]:
-            found = (*prefill_rows(rows, tables, span, heads, self._block_size),)
-            if self._join is None:
-                return found
-            return (*self._join(found, contexts[rows.num_decodes :]),)
+        def layout(span: Span, heads: int) -> tuple[PrefillRow | JoinedRows, ...]:
+            return (*self._lay_out(rows, tables, span, heads, self._block_size),)
 
         return PagedBatch(slots, decodes, for_each_kind(self._kinds, rows, layout))
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..device import trim
 from ..fixed_tiles import FixedTiles
 from ..kernels import cpu
 from ..kernels.cpu import Linear, LinearKind
 from ..kernels.packed import Packed
 from ..linear.choose import method_of
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
+"""Names of linear layers over the same rows."""
 
 
 @dataclass
@@ -40,7 +46,14 @@ class Calls:
         if self.kernels is cpu:
             return Linear(layers, kind)
         (first, *others), plain = layers, (LinearKind.PLAIN, LinearKind.WIDE)
-        if first.codes is None or others or kind not in plain:
+        if others:
+            from .joined import JoinedLinear, lie_together
+
+            if not lie_together(layers):
+                return None
+            gate = None if kind in plain else partial(self.kernels.gate, kind=kind)
+            return JoinedLinear(layers, gate)
+        if first.codes is None or kind not in plain:
             return None
         from ..kernels.triton_quantized import Linear as TritonLinear
 
@@ -55,6 +68,17 @@ def pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:
     found = [each for each in packed if each is not None]
     alike = len({each.codes is None for each in found}) == 1
     return found if alike and len(found) == len(names) else []
+
+
+def join_weights(model: nn.Module) -> None:
+    """Have layers over the same rows share a tensor, one module after the other, so that memory for
+    one of them is enough."""
+    from .joined import lay_together
+
+    for module in model.modules():
+        moved = [lay_together(pack(module, names)) for names in (PROJECTIONS, GATED)]
+        if any(moved):
+            trim(next(module.parameters()).device)
 
 
 def kind_of(activation: object) -> LinearKind | None:

@@ -7,8 +7,8 @@ be idle.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from ctypes import c_float, c_long, c_void_p
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import addressof, c_float, c_long, c_void_p
 from functools import partial
 from itertools import chain
 from operator import is_not
@@ -115,6 +115,7 @@ class DecoderLayers:
 
     Attributes:
         whole_width: Width of a head, if all of it rotates; 0 if a part does.
+        taps: Functions that take a copy of the rows, by the number of layers before.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class DecoderLayers:
             raise ValueError(f"layers of {dtypes} have heads of {sorted(widths)} numbers")
         self.whole_width = rotated if widths == {rotated} else 0
         self._rotated, (self._dtype,) = rotated, dtypes
+        self.taps: dict[int, Callable[[Tensor], None]] = {}
         self._layers, self._watches = layers, watches
         self._mixers = mixers if any(layer.mixer for layer in layers) else None
         library = cpu.library
@@ -160,6 +162,7 @@ class DecoderLayers:
                 for layer in layers
             )
         )
+        self._address, self._count = addressof(self._arguments), len(layers)
         self._width = max(layer.memory for layer in layers)
         self._kept = torch.empty(_KEPT_ROWS * self._width, dtype=self._dtype)
         # The modules' own dictionaries, where a trainer that shares the model may put new tensors.
@@ -190,12 +193,11 @@ class DecoderLayers:
         """
         if not self._dtype is rows.dtype is cos.dtype is sin.dtype:
             raise ValueError(f"{rows.dtype}, {cos.dtype} and {sin.dtype} for {self._dtype}")
-        decodes = batch.decodes
-        if cos.shape != (rows.shape[0], self._rotated):
+        decodes, count = batch.decodes, rows.shape[0]
+        if cos.shape != (count, self._rotated):
             raise ValueError(f"{tuple(cos.shape)} numbers rotate {tuple(rows.shape)} rows")
         if self._watches:
             self.find_weights()
-        count = rows.shape[0]
         memory = self._kept
         if count > _KEPT_ROWS:
             memory = torch.empty(count * self._width, dtype=self._dtype)
@@ -216,13 +218,33 @@ class DecoderLayers:
             step.num_read, step.read = read.rows.count, read.index.data_ptr()
             step.read_tables = read.rows.tables.data_ptr()
             step.read_contexts = read.rows.contexts.data_ptr()
+        if self.taps:
+            self._run_tapped(rows, step, memory)
+            return
         self._run(
-            ctypes.addressof(self._arguments),
-            len(self._layers),
-            ctypes.addressof(step),
+            self._address,
+            self._count,
+            addressof(step),
             rows.data_ptr(),
             memory.data_ptr(),
         )
+
+    def _run_tapped(self, rows: Tensor, step: _Step, memory: Tensor) -> None:
+        """Run the layers in parts, between which `taps` get the rows."""
+        first, num_read, last = 0, step.num_read, self._count
+        for stop in sorted({*self.taps, last}):
+            # Only the last layer may leave rows out.
+            step.num_read = num_read if stop == last else step.rows
+            self._run(
+                self._address + first * ctypes.sizeof(_DecoderLayer),
+                stop - first,
+                addressof(step),
+                rows.data_ptr(),
+                memory.data_ptr(),
+            )
+            if (tap := self.taps.get(stop)) is not None:
+                tap(rows.clone())
+            first = stop
 
     def find_weights(self) -> None:
         """Update the weights' addresses after their memory has changed."""

@@ -30,8 +30,16 @@ from ..kernels import cpu
 from ..kv_cache import KVCache
 from ..linear.choose import method_of
 from ..loaded_model import LoadedModel
-from .calls import Calls
-from .patterns import Forward, find_patterns, follow_layers, join_layers, join_output
+from .calls import Calls, join_weights
+from .decoder import DecoderLayers
+from .patterns import (
+    Forward,
+    JoinedDecoder,
+    find_patterns,
+    follow_layers,
+    join_layers,
+    join_output,
+)
 
 _COMPARED_TOKENS = 8
 
@@ -48,6 +56,7 @@ class FastModules:
         refused: By class name, why matching modules stay unchanged.
         is_whole: Whether torch computes only embeddings and rotary factors in steps that run all
             layers in one call.
+        joined: Layers that run in one call.
     """
 
     def __init__(
@@ -72,10 +81,14 @@ class FastModules:
         self.count: dict[str, int] = {}
         self.refused: dict[str, str] = {}
         self.is_whole = False
+        self.joined: list[DecoderLayers] = []
         self._active = False
         self._begin: Callable[[], None] = _nothing
         self._with_gradients = with_gradients
         kernels = module_kernels(model.device)
+        if kernels is not cpu and not model.is_shared:
+            # They lie side by side since they were loaded, and do again once they are resumed.
+            cache.follow(partial(join_weights, model.module))
         self._calls = Calls(FixedTiles() if tiles is None else tiles, kernels)
         # Each module's earlier instance attribute, if any, in the order of changes.
         self._replaced: list[tuple[nn.Module, Forward | None]] = []
@@ -113,6 +126,9 @@ class FastModules:
                 self._install(agreed)
                 self._install(self._compare(join_output(model, agreed), run, _same_bits))
             whole |= agreed
+            self.joined = [
+                each.together for each in agreed.values() if isinstance(each, JoinedDecoder)
+            ]
         self.is_whole = self._has_all(model, whole)
 
     def _has_all(self, model: LoadedModel, joined: Mapping[nn.Module, Forward]) -> bool:

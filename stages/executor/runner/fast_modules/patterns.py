@@ -27,7 +27,7 @@ from ..linear.choose import method_of
 from ..linear.method import LinearMethod
 from ..loaded_model import LoadedModel
 from ..ranks.passing import PassingLayer
-from .calls import Calls, kind_of, pack
+from .calls import GATED, PROJECTIONS, Calls, kind_of, pack
 from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]
@@ -35,8 +35,6 @@ Forward = Callable[..., Any]
 _DECODER_PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_GATED = ("gate_proj", "up_proj")
 
 
 def find_patterns(
@@ -129,13 +127,13 @@ def _gated_mlp(module: nn.Module, calls: Calls) -> list[Forward]:
 
 def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None:
     """Return a gated MLP's pass up to its last layer, on `[tokens, hidden]`."""
-    packed = pack(module, _GATED)
+    packed = pack(module, GATED)
     kind = kind_of(getattr(module, "act_fn", None))
     if not packed or method_of(getattr(module, "down_proj", None)) is None or kind is None:
         return None
     if any(layer.parameters["bias"] is not None for layer in packed):
         return None
-    layers, inner = [getattr(module, name) for name in _GATED], calls.linear(packed, kind)
+    layers, inner = [getattr(module, name) for name in GATED], calls.linear(packed, kind)
 
     def gated(rows: Tensor) -> Tensor:
         if calls.together and inner:
@@ -156,14 +154,14 @@ def _attention(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forw
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         result: Tensor = output(attended(_rows(hidden_states), *args, **kwargs))
-        return result.view(hidden_states.shape), None
+        return result.view(*hidden_states.shape[:-1], -1), None
 
     return [forward]
 
 
 def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | None:
     """Return an attention module's pass up to its last layer, on `[tokens, hidden]`."""
-    packed = pack(module, _PROJECTIONS)
+    packed = pack(module, PROJECTIONS)
     index, last = getattr(module, "layer_idx", None), method_of(getattr(module, "o_proj", None))
     if not packed or last is None or not isinstance(index, int) or index not in model.index_of:
         return None
@@ -182,7 +180,7 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
     if not gated and packed[0].outputs != heads * width:
         return None
     sizes = [layer.outputs for layer in packed]
-    layers = [getattr(module, name) for name in _PROJECTIONS]
+    layers = [getattr(module, name) for name in PROJECTIONS]
     projection, rotate = calls.linear(packed), calls.kernels.rotate
     norms: list[nn.Module | None] = [getattr(module, name, None) for name in _HEAD_NORMS]
     on_cpu = model.device.type == "cpu"
@@ -507,8 +505,8 @@ def _layer_parts(
     kind = kind_of(mlp.act_fn)
     assert kind is not None
     norms = {"first": layer.first, "second": layer.second}
-    gated = Linear(pack(mlp, _GATED), kind)
-    if not hasattr(mixer, _PROJECTIONS[0]):
+    gated = Linear(pack(mlp, GATED), kind)
+    if not hasattr(mixer, PROJECTIONS[0]):
         mixing: Any = layer.attended
         linears = {"projection": Linear(mixing.packed), "gated": gated}
         return LayerParts(norms, linears, sums, mixer=mixing.kernel)
@@ -519,7 +517,7 @@ def _layer_parts(
             if not isinstance(norm, RMSNorm):
                 return None
             norms[role] = norm
-    projections = pack(mixer, _PROJECTIONS)
+    projections = pack(mixer, PROJECTIONS)
     index = model.index_of[mixer.layer_idx]
     spec = model.layers[index]
     heads = sums["output"].inputs // spec.value_dim

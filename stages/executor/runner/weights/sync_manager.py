@@ -48,7 +48,10 @@ class WeightSyncManager:
         limits: The limits of one source of new weights.
         shards: The weights in place.
         read_everywhere: Returns a whole tensor of several ranks; None for one rank.
+        divert: Takes tensors that are of another module, and returns the others; None for none.
     """
+
+    divert: Callable[[Mapping[str, NewWeight]], Mapping[str, NewWeight]] | None = None
 
     def __init__(
         self,
@@ -157,6 +160,8 @@ class WeightSyncManager:
         from .conversion import as_parameters
 
         check_stored(new_weights)
+        if self.divert is not None:
+            new_weights = self.divert(new_weights)
         # Those that ranks have received by themselves are prepared.
         prepared: dict[str, NewWeight] = {
             name: each for name, each in new_weights.items() if isinstance(each, NewShard)

@@ -53,3 +53,19 @@ async def test_a_call_is_ended_at_any_gateway(
 async def test_an_unknown_call_is_not_found(http: Client, method: str, path: str) -> None:
     answer = await http.request(method, f"/v1/streams/cmpl-0{path}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
+
+
+async def test_a_call_is_ended_by_its_key(http: Client, other: Client) -> None:
+    """A client that has no event yet, and so no id, can end it; another tenant can't."""
+    http.engine.hold()
+    mine = MINE | {"Idempotency-Key": "k"}
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(http.post(COMPLETIONS, json=TEXT, headers=mine))
+        await http.engine.until(lambda: len(http.engine.requests) == 1)
+        foreign = await other.delete("/v1/streams", headers={"Idempotency-Key": "k"})
+        assert (foreign.status_code, foreign.json()["error"]["code"]) == (404, "stream_not_found")
+        nameless = await other.delete("/v1/streams", headers=MINE)
+        assert nameless.json()["error"]["code"] == "invalid_idempotency_key"
+        answer = await other.delete("/v1/streams", headers=mine)
+        assert answer.json()["id"] == http.engine.requests[0].request_id
+    assert Recorded(stream_of(call.result())).choices[0]["reasons"] == ["abort"]

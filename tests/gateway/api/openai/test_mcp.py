@@ -19,6 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, ConfigError
 from nano_inference.gateway.api.openai.responses.items import answered, turns_of
+from nano_inference.gateway.call import Call
+from nano_inference.gateway.caller import Caller
+from nano_inference.gateway.server.http import answer_own
 from nano_inference.gateway.serving.mcp_servers import Connection, Outcome
 
 from ...fake import Client, FakeEngine, app_of, http_of, refused
@@ -27,6 +30,7 @@ from .streamed import response_events
 
 PATH = "/v1/responses"
 SECRET = "Bearer s3cret"
+JSON = ((b"content-type", b"application/json"),)
 
 
 class Served(NamedTuple):
@@ -56,6 +60,18 @@ def served() -> Iterator[Served]:
         """Add two numbers."""
         calls.append((a, b))
         return f"{a + b}"
+
+    waiting: list[anyio.Event] = []
+
+    @tools.tool()
+    async def meet() -> str:
+        """Return once two calls are here."""
+        waiting.append(anyio.Event())
+        if len(waiting) % 2 == 0:
+            waiting[-2].set()
+            waiting[-1].set()
+        await waiting[-1].wait()
+        return f"{len(waiting)} met"
 
     @tools.tool()
     def long() -> str:
@@ -124,7 +140,7 @@ def tool(served: Served) -> dict[str, Any]:
         "server_label": "sums",
         "server_url": served.url,
         "headers": {"Authorization": SECRET},
-        "allowed_tools": ["add", "slow", "long"],
+        "allowed_tools": ["add", "meet", "slow", "long"],
         "require_approval": "never",
     }
 
@@ -154,7 +170,7 @@ async def test_calls_are_made_until_there_is_an_answer(
     answer = (await http.post(PATH, json={"input": "Sum?", "tools": [tool]})).json()
     tools, first, second, message = answer["output"]
     assert tools["type"] == "mcp_list_tools"
-    assert [each["name"] for each in tools["tools"]] == ["add", "long", "slow"]
+    assert [each["name"] for each in tools["tools"]] == ["add", "meet", "long", "slow"]
     assert [(each["status"], each["output"], each["error"]) for each in (first, second)] == [
         ("completed", "3", None),
         ("completed", "7", None),
@@ -249,6 +265,73 @@ async def test_failed_calls_are_results(
     assert (wrong["status"], wrong["error"]["type"]) == ("failed", "mcp_tool_execution_error")
     assert "mcp.max_result_bytes" in long["error"]["message"]
     assert "Error: the call was made" in model.prompt()
+
+
+async def test_calls_of_a_round_run_at_once(
+    client: AsyncOpenAI, model: Model, tool: dict[str, Any]
+) -> None:
+    """Their items are in the order of the calls."""
+    says(model, ["\n".join([call("meet"), call("add", a=1, b=2), call("meet")]), "Done."])
+    stream = await client.responses.create(
+        input="Meet.",
+        model="tiny",
+        tools=[tool],  # type: ignore[list-item]
+        stream=True,
+    )
+    found = [event async for event in stream]
+    last = found[-1].response
+    assert [each.output for each in last.output[1:4]] == ["2 met", "3", "2 met"]
+    for kind in ("added", "done"):
+        events = [each for each in found if each.type == f"response.output_item.{kind}"]
+        assert [each.output_index for each in events] == [*range(5)]
+        assert [each.item.id for each in events] == [each.id for each in last.output]
+
+
+async def test_a_key_may_use_its_mcp_servers_only(
+    engine: FakeEngine, config: Config, model: Model, tool: dict[str, Any]
+) -> None:
+    caller = Caller(key_id="k", tenant="acme", scopes=frozenset({"generate"}))
+    app = app_of(engine, config)
+    says(model, ["Fine."])
+    statuses = []
+    for servers in (("127.0.0.1",), ("sums",), ()):
+        own = msgspec.structs.replace(caller, mcp_servers=servers)
+        body = {"input": "a", "model": "tiny", "tools": [tool]}
+        made = Call(id="c", caller=own, path=PATH, headers=JSON, batch_line=True)
+        answer = await answer_own(app, made, msgspec.json.encode(body))
+        statuses.append((answer.status, b"insufficient_scope" in answer.body))
+    assert statuses == [(200, False), (403, True), (403, True)]
+    named = {name: tool[name] for name in ("type", "server_label")}
+    made = Call(id="c", caller=own, path=PATH, headers=JSON, batch_line=True)
+    body = {"input": "a", "model": "tiny", "tools": [named]}
+    answer = await answer_own(app, made, msgspec.json.encode(body))
+    assert (answer.status, b"for this key" in answer.body) == (400, True)
+
+
+async def test_an_approval_is_its_tenants_own(
+    http: Client, model: Model, served: Served, tool: dict[str, Any]
+) -> None:
+    """Another tenant that knows its id can neither use it nor use it up."""
+    says(model, [call("add", a=1, b=2), "Forged.", "3."])
+    tools = [tool | {"require_approval": "always"}]
+    mine, other = {"X-Tenant": "acme"}, {"X-Tenant": "blue"}
+    first = (await http.post(PATH, json={"input": "Sum?", "tools": tools}, headers=mine)).json()
+    request = first["output"][-1]
+    approved = {
+        "type": "mcp_approval_response",
+        "approval_request_id": request["id"],
+        "approve": True,
+    }
+    again = {"input": [approved], "tools": tools, "previous_response_id": first["id"]}
+    refused_to = await http.post(PATH, json=again, headers=other)
+    assert "another tenant's" in refused_to.text, refused_to.text
+    assert served.calls == []
+    forged = {"input": [request | {"arguments": '{"a":5,"b":5}'}, approved], "tools": tools}
+    assert (await http.post(PATH, json=forged, headers=other)).status_code == 200
+    assert served.calls == [(5, 5)], "a call of its own"
+    second = await http.post(PATH, json=again, headers=mine)
+    assert second.json()["output"][0]["output"] == "3"
+    assert served.calls == [(5, 5), (1, 2)]
 
 
 async def test_rounds_and_calls_are_limited(

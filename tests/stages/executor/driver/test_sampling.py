@@ -19,9 +19,11 @@ from nano_inference.stages.executor.driver.sampling import (
     Limits,
     _restrict,
     sample_rows,
+    sample_within,
     uniforms,
 )
 
+from ..recorder import OperationRecorder
 from ..refusals import refused
 
 BIG_VOCAB = 151_936
@@ -234,6 +236,49 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         some = choose(logits[rows], **{name: column[rows] for name, column in columns.items()})
         for found, wanted in zip(some, whole, strict=True):
             assert torch.equal(found, wanted[rows])
+
+
+def test_the_choice_in_fixed_shapes_has_the_same_bits_and_never_waits() -> None:
+    generator = torch.Generator().manual_seed(5)
+    many, vocab = 70, 3000
+
+    def numbers(seed: int) -> list[Tensor]:
+        order = torch.randperm(many, generator=generator.manual_seed(seed))
+        # Coarse, so that equal ones are common, and in float32 not.
+        coarse = (torch.randn(many, vocab, generator=generator) * 2).round() / 2
+        fine = torch.randn(many, vocab, generator=generator) * 3
+        repeated = (
+            torch.tensor([0.0, 1.0, 0.7, 2.5, 1.0]),
+            torch.tensor([0, 0, 7, 2000, 0, 1, -1]),
+            torch.tensor([1.0, 0.5, 0.99, 1.0, 0.9, 0.0], dtype=torch.float64),
+            torch.tensor([0.0, 0.0, 0.0, 0.1], dtype=torch.float64),
+        )
+        temperatures, *limits = (each.repeat(many)[order] for each in repeated)
+        uniforms = torch.rand(many, dtype=torch.float64, generator=generator)
+        logits = torch.where((order % 2 == 0)[:, None], coarse, fine)
+        logits[order % 3 == 0, 100:2900] = float("-inf")
+        return [logits, temperatures, uniforms, *limits]
+
+    buffers = numbers(0)
+
+    @torch.inference_mode()
+    def step() -> tuple[Tensor, ...]:
+        return sample_within(*buffers[:3], Limits(*buffers[3:]))
+
+    recorded = OperationRecorder()(step)
+    for seed in range(3):
+        new = numbers(seed)
+        for buffer, values in zip(buffers, new, strict=True):
+            buffer.copy_(values)
+        names = "top_k", "top_p", "min_p"
+        wanted = choose(*new[:3], **dict(zip(names, new[3:], strict=True)))
+        for found, expected in zip(recorded(), wanted, strict=True):
+            assert torch.equal(found, expected)
+    buffers[0][3] = float("nan")
+    tokens, logprobs, _ = recorded()
+    assert logprobs[3].isnan()
+    assert 0 <= int(tokens[3]) < vocab
+    assert logprobs.isfinite().sum() == many - 1
 
 
 def choose(

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from nano_inference.bus.parts.columns import SUPPORT_LOGPROBS
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
+from nano_inference.stages.executor.driver.choose import TokenChooser
 from nano_inference.stages.executor.driver.sampled import TokenFeed, placeholders
 from nano_inference.stages.executor.parts.graphs import Graphs
 from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.runner.graphs import DecodeStep, batch_buckets, pack_step
 
+from ....sections import columns_of
 from ....soaking import in_soak
 from ..models import ARCHITECTURES, make_model
 from ..plans import GREEDY, PROMPT, SAMPLED, Generation, Planner, new_sequence, step_plan
@@ -84,19 +87,19 @@ def test_padding_names_only_the_padding_block(model: LoadedModel) -> None:
         positions=np.array([5, 8]),
         tables=np.array([[9, 3, 0], [6, 2, 8]]),
         table_rows=np.array([1, 3]),
-        sampling=(bits, bits),
+        sampling=(bits,) * 5,
     )
     packed = pack_step(step, 4, 5, core.cache, padding_row=28)
     padding = core.cache.padding_block
-    ids, positions, slots, contexts, rows, temperatures, uniforms = packed[:28].reshape(7, 4)
-    tables = packed[28:].reshape(4, 5)
+    ids, positions, slots, contexts, rows, *sampling = packed[:40].reshape(10, 4)
+    tables = packed[40:].reshape(4, 5)
     assert ids.tolist() == [7, -4, 0, 0]
     assert positions.tolist() == [5, 8, 0, 0]
     assert slots.tolist() == [3 * 4 + 1, 8 * 4, padding * 4, padding * 4]
     assert contexts.tolist() == [6, 9, 1, 1]
     assert rows.tolist() == [1, 3, 28, 28]
-    assert temperatures.view(np.float64).tolist() == [0.5, 0.25, 0, 0]
-    assert uniforms.view(np.float64).tolist() == [0.5, 0.25, 0, 0]
+    for column in sampling:
+        assert column.view(np.float64).tolist() == [0.5, 0.25, 0, 0]
     assert tables[:2, :3].tolist() == step.tables.tolist()
     assert tables[2:, 0].tolist() == [padding, padding]
     assert tables.max() == padding
@@ -130,6 +133,56 @@ def test_replayed_steps_equal_ordinary_steps(name: str) -> None:
     assert sum(count > 0 for count in core.state.steps.graphs.replays.values()) >= 3
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_choices_within_limits_never_reach_the_host_s_chooser(
+    recorded: bool, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1, "top_p": 0.9}, {}]
+
+    def several() -> list[Generation]:
+        return [
+            Generation(
+                seed,
+                PROMPT[: 2 + seed % 7],
+                SamplingParams(temperature=seed % 5 / 2, max_tokens=6 + seed, **limited[seed % 4]),  # type: ignore[arg-type]
+                arrives=seed,
+                seed=seed,
+            )
+            for seed in range(1, 9)
+        ]
+
+    generations = several(), several()
+    planner = Planner(ExecutorCore(CONFIG, model=model), chunk=4)
+    planner.run(generations[0])
+    core = make_core(model, graphs=False)
+    recorder, steps = OperationRecorder(), len(batch_buckets(12))
+
+    def capture(step: Any) -> Any:
+        if recorder.recorded == steps and not recorded:
+            raise RuntimeError("no sorting here")
+        return recorder(step)
+
+    core.use(Graphs(core.state, capture))
+    assert ("no sorting here" in core.off.get("graphs", "")) != recorded
+
+    def chosen(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the host was waited for")
+
+    monkeypatch.setattr(TokenChooser, "choose", chosen)
+    ours = Planner(core, chunk=4)
+    ours.run(generations[1])
+    assert_same(generations[1], generations[0])
+    assert replays(core) > 10
+    reported = 0
+    for own, other in zip(ours.results, planner.results, strict=True):
+        found, wanted = (columns_of(each).get(SUPPORT_LOGPROBS, ()) for each in (own, other))
+        assert [each is None for each in found] == [each is None for each in wanted]
+        numbers = [[each for each in some if each is not None] for some in (found, wanted)]
+        assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
+        reported += len(numbers[0])
+    assert reported > 10
+
+
 def test_every_bucket_is_recorded_once_and_the_largest_first(model: LoadedModel) -> None:
     sizes: list[int] = []
     recorder = OperationRecorder()
@@ -141,7 +194,7 @@ def test_every_bucket_is_recorded_once_and_the_largest_first(model: LoadedModel)
         return replay
 
     core.use(Graphs(core.state, capture))
-    assert sizes == [12, 8, 4, 2, 1]
+    assert sizes == [12, 8, 4, 2, 1] * 2, "steps, and choices within limits"
     run(core, mixed(5))
     assert recorder.recorded == len(sizes)
 

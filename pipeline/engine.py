@@ -40,6 +40,7 @@ from ..config import (
     shown,
 )
 from ..config.clock import now_ns
+from ..config.collector import collector_paused
 from ..config.forks import is_forked
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
@@ -94,6 +95,7 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts):
     """
 
     @says_other_names
+    @collector_paused()
     def __init__(
         self,
         config: EngineConfig | str | PathLike[str] | None = None,

@@ -13,7 +13,6 @@ from ...bus.control import Capability, ReplicaCapacity
 from ...bus.sections import Sections, name_of
 from ...bus.steps import StepPlan, StepResult
 from ...config import EngineConfig
-from ...config.collector import collector_paused
 from ..parts import Kind
 from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
@@ -56,7 +55,6 @@ class ExecutorCore:
             stages).
     """
 
-    @collector_paused()
     def __init__(
         self,
         config: EngineConfig,

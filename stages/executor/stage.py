@@ -32,6 +32,7 @@ from ...bus.parts.images import ImagesPlan
 from ...bus.parts.speculation import DraftCapacity, DraftsResult
 from ...bus.steps import StepPlan, StepResult
 from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
+from ...config.collector import collector_paused
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf_facts import facts_of
 from ...text.model_folder import folder_of
@@ -79,6 +80,7 @@ _SMALL_MODEL_PARAMETERS = 30_000_000
 other processes compete for the cores."""
 
 
+@collector_paused()
 def _load(
     config: EngineConfig, device: int | None, shares_kv: bool
 ) -> tuple[ExecutorCore, ReferenceModel | None]:

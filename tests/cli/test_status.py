@@ -143,7 +143,7 @@ def test_open_batches_are_shown_the_oldest_first() -> None:
         BatchProgress(
             id=f"batch_{number}", tenant="acme", endpoint="/v1/completions", status="in_progress",
             created_s=now_s - 7200, total=1000, completed=300, failed=number, lines_per_s=10.5,
-            seen_s=now_s - 60 * number,
+            seen_s=now_s - 130 * number,
         )
         for number in range(4)
     ]  # fmt: skip
@@ -155,8 +155,8 @@ def test_open_batches_are_shown_the_oldest_first() -> None:
     assert [each[9:].strip() for each in lines[first : first + 5]] == [
         "5 open, 42.0 lines/s, the oldest made 2 h ago",
         "batch_0 in_progress, 300 of 1,000 lines, tenant acme",
-        "batch_1 in_progress, 301 of 1,000 lines, 1 failed, tenant acme, not seen for 60 s",
-        "batch_2 in_progress, 302 of 1,000 lines, 2 failed, tenant acme, not seen for 2 min",
+        "batch_1 in_progress, 301 of 1,000 lines, 1 failed, tenant acme, not seen for 2 min",
+        "batch_2 in_progress, 302 of 1,000 lines, 2 failed, tenant acme, not seen for 4 min",
         "and 2 more",
     ]
 

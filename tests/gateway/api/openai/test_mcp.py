@@ -21,7 +21,6 @@ from nano_inference.config import Config, ConfigError
 from nano_inference.gateway.api.openai.responses.items import answered, turns_of
 from nano_inference.gateway.call import Call
 from nano_inference.gateway.caller import Caller
-from nano_inference.gateway.server.http import answer_own
 from nano_inference.gateway.serving.mcp_servers import Connection, Outcome
 
 from ...fake import Client, FakeEngine, app_of, http_of, refused
@@ -298,13 +297,13 @@ async def test_a_key_may_use_its_mcp_servers_only(
         own = msgspec.structs.replace(caller, mcp_servers=servers)
         body = {"input": "a", "model": "tiny", "tools": [tool]}
         made = Call(id="c", caller=own, path=PATH, headers=JSON, batch_line=True)
-        answer = await answer_own(app, made, msgspec.json.encode(body))
+        answer = await app.answer_own(made, msgspec.json.encode(body))
         statuses.append((answer.status, b"insufficient_scope" in answer.body))
     assert statuses == [(200, False), (403, True), (403, True)]
     named = {name: tool[name] for name in ("type", "server_label")}
     made = Call(id="c", caller=own, path=PATH, headers=JSON, batch_line=True)
     body = {"input": "a", "model": "tiny", "tools": [named]}
-    answer = await answer_own(app, made, msgspec.json.encode(body))
+    answer = await app.answer_own(made, msgspec.json.encode(body))
     assert (answer.status, b"for this key" in answer.body) == (400, True)
 
 

@@ -262,9 +262,9 @@ static void multiply_block(const Linear *l, long part, const Operand *x, Target 
                            long start, long stop, Operand *room) {
     const long k = l->inputs, width = output_width(l);
     // While four columns are multiplied with all rows, the next four are prefetched evenly: a burst
-    // would stall.
+    // would stall. Of three tiles, smaller ones prefetch one line a step, for which they suffice.
     const long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, lines = (4 + tiles - 1) / tiles;
-    const long share = k / WIDTH * WIDTH * lines;
+    const long share = k / WIDTH * WIDTH;
     const int ahead_helps = rows > 2 || k < LONG;
     for (long column = start; column < stop; column += 4) {
         const long until = column + 4 < stop ? column + 4 : stop;
@@ -272,20 +272,22 @@ static void multiply_block(const Linear *l, long part, const Operand *x, Target 
         Weights weights = weights_of(l, part, column);
         const int many = WIDENED && rows >= 3 * MOST_ROWS;
         if (many) weights = widened(l, weights, until - column, room);
-        for (long row = 0, done = 0, some; row < rows; row += some, done += share) {
+        for (long row = 0, done = 0, some; row < rows; row += some) {
             const int more = done < 4 * k && ahead_helps;
             const number *ahead = more ? next + done : NULL;
             const Target here = at_row(to, row, width);
             some = tile_rows(rows - row);
+            const long here_lines = tiles == 3 && some < MOST_ROWS ? 1 : lines;
             // Constants, so that the loops are compiled for each kind of weights.
             weights.are_operands = 0;
             const Weights operands = {weights.rows, weights.ups, 1};
             if (many)
                 multiply_some(l, part, x + row * k, operands, here, some, column, until, ahead,
-                              more ? lines : 0);
+                              more ? here_lines : 0);
             else
                 multiply_some(l, part, x + row * k, weights, here, some, column, until, ahead,
-                              more ? lines : 0);
+                              more ? here_lines : 0);
+            done += share * here_lines;
         }
     }
 }

@@ -268,7 +268,7 @@ async def throughput(folder: Path, turns: int, lines: int, tokens: int) -> dict[
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     seconds: dict[str, list[float]] = {"generate": [], "batch": []}
     port = free_port()
-    settings = {"engine.dtype": "bfloat16", "batches.max_in_flight": 256}
+    settings = {"engine.dtype": "bfloat16"}
     arguments = [f"{name}={value}" for name, value in settings.items()]
     pairs = [part for each in arguments for part in ("--set", each)]
     serve = start_command(["serve", "--port", str(port), *pairs], folder / "serve.log")

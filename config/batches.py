@@ -30,7 +30,7 @@ class BatchesConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_file_bytes: PositiveInt = 200 << 20
     max_tenant_bytes: PositiveInt = 2 << 30
     max_lines: PositiveInt = 1_000_000
-    max_open: PositiveInt = 384
+    max_open: PositiveInt = 64
     files_ttl_s: Annotated[int, Range("from 60 to 31536000 (a year)", 60, 31_536_000)] = 30 * 86_400
     segment_lines: Annotated[int, Range("from 1 to 100000", 1, 100_000)] = 500
     lease_s: Annotated[int, Range("from 1 to 3600", 1, 3600)] = 15

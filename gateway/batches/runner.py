@@ -67,6 +67,7 @@ PURGE_S = 60.0
 
 _WHOLE = -1
 _RETRIED = (429, 503)
+_LOST = "stream_not_found"
 _MOST_WAIT_S = 30.0
 
 
@@ -431,9 +432,9 @@ class BatchRunner:
                 async with self._slots:
                     with self.observed.line(running.state, call, line.number):
                         answer = await self.answer(call, body)
-                if call.aborted:
-                    # By an operator, or because no gateway took it over in time. Its key leads to
-                    # what it has come to.
+                if call.aborted or call.code == _LOST:
+                    # By an operator, or because no gateway took it over in time; or a failover of
+                    # the bus has lost its request. Its key leads to what it has come to.
                     names = [name_of_key(running.state.tenant, call.id)]
                     await self._patiently(partial(self.calls.drop_named, names))
                 elif answer.status not in _RETRIED:

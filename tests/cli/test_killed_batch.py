@@ -20,7 +20,8 @@ from ..servers import Cluster, Sentinels, cluster, sentinel_group
 from .servers import free_ports
 
 LINES = 2000
-LIMIT_S = 150
+LIMIT_S = 300
+"""A failover loses confirmed requests, and it takes two minutes to find that."""
 ENDS = ("completed", "failed", "expired", "cancelled")
 
 

@@ -390,7 +390,7 @@ MUTANTS = (
     Defect(
         "an aborted line is answered",
         "gateway/batches/runner.py",
-        "if call.aborted:",
+        "if call.aborted or call.code == _LOST:",
         "if False:",
     ),
     Defect(

@@ -196,15 +196,19 @@ async def test_a_refusal_for_load_is_tried_again(client: AsyncOpenAI, engine: Fa
     assert len(engine.requests) == 2
 
 
-async def test_an_aborted_line_runs_anew(
-    client: AsyncOpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["aborted", "lost"])
+async def test_an_aborted_or_lost_line_runs_anew(
+    client: AsyncOpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(runner, "DEFAULT_RETRY_S", 0.01)
     usual = engine.outputs
 
     def outputs(request: Any) -> Any:
-        first = len(engine.requests) == 1
-        return [completion(request, status="cancelled")] if first else usual(request)
+        if len(engine.requests) > 1:
+            return usual(request)
+        if how == "lost":  # by a failover of the bus
+            raise BusError("the entry is in no queue", code="unknown_request")
+        return [completion(request, status="cancelled")]
 
     engine.outputs = outputs
     batch = await ended(client, await begun(client, line(0)))

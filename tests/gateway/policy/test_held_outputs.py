@@ -128,6 +128,7 @@ def test_the_result_does_not_depend_on_chunks(
 
 
 @given(ANSWERS, CUTS, st.integers(0, 12))
+@example(("1BAD", []), [], 0)
 def test_text_after_a_match_changes_nothing(
     answer: tuple[str, list[tuple[int, int]]], cuts: list[int], more: int
 ) -> None:
@@ -140,7 +141,9 @@ def test_text_after_a_match_changes_nothing(
     if ended.finish_reason == "content_filter" and len(ended.text) < len(whole.text):
         return  # what came made a match of what was none before
     if whole.finish_reason == "content_filter":
-        assert ended == whole
+        # Short answers of `spoken` have no versions.
+        versions = whole.weight_versions or ended.weight_versions
+        assert ended == msgspec.structs.replace(whole, weight_versions=versions)
 
 
 # Pieces of JSON, and of JSON in JSON. None begins an escape that the next piece completes.

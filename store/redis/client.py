@@ -405,10 +405,16 @@ async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
             not read the command's key positions from a server.
     """
     with _connection_errors:
-        if key is not None and isinstance(redis, RedisCluster):
+        if not isinstance(redis, RedisCluster):
+            return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        try:
+            if key is None:
+                return await redis.execute_command(*command)
             await redis.initialize()
             return await redis.execute_command(*command, target_nodes=redis.get_node_from_key(key))
-        return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        except _NODE_ERRORS:
+            await redis.aclose()  # the client does so itself once the command has a node
+            raise
 
 
 async def execute_all(
@@ -426,7 +432,11 @@ async def execute_all(
     if not isinstance(redis, RedisCluster):
         return list(await pipeline.execute(raise_on_error=raise_on_error))
     with _connection_errors:
-        replies = list(await pipeline.execute(raise_on_error=False))
+        try:
+            replies = list(await pipeline.execute(raise_on_error=False))
+        except _NODE_ERRORS:  # before any command was sent, by a node that is no more
+            await redis.aclose()
+            raise
     errors = [reply for reply in replies if isinstance(reply, Exception)]
     broken = [error for error in errors if isinstance(error, _NODE_ERRORS)]
     if broken:

@@ -255,7 +255,8 @@ class RequestTime:
         time._give(taken_ns, now_ns, "queue")
         time._give(opened.admitted_ns, now_ns, "overhead")
         if before.down_since_ns:
-            time._give(before.down_since_ns, now_ns, "credits")
+            # It may have waited for credits or been computed: the account is lost.
+            time._give(before.down_since_ns, now_ns, "unknown")
             time._base = "recovery"
         return time
 

@@ -100,6 +100,7 @@ def against(times: Sequence[float] | None, ours: float) -> str:
 
 AMX = ("run-S-2-amx-cores-W1-short", "run-S-2-amx-cores-W2-W3", "run-S-2-amx-cores-W5")
 VECTORS = ("run-S-2-amx-cores-by-vectors-W1-short", "run-S-2-amx-cores-by-vectors-W2-W3")
+PEERS_RUN = "run-S-2-cpu-cores-peers"
 EPYC = ("run-S-2-cpu-cores-W1-short", "run-S-2-cpu-cores-W2-W3")
 
 
@@ -388,8 +389,8 @@ def rank_memory(name: str) -> str:
 
 
 def medians(name: str, figure: str, peers: Sequence[str]) -> list[str]:
-    """Return our median of a figure of `run.py`, and each peer's."""
-    by_engine = result(name)["figures"]["near"][figure]
+    """Return our median of a figure of `run.py` between cores that are far, and each peer's."""
+    by_engine = result(name)["figures"]["far"][figure]
     return [short(statistics.median(by_engine[engine])) for engine in ("ours", *peers)]
 
 
@@ -416,8 +417,8 @@ def measured_rows() -> list[list[str]]:
     variants = result("pipeline-2-cpu-cores")["variants"]
     streamed = variants["Redis, five processes, chunks"]
     padded = variants["Transformers, padded batch"]
-    one = medians(AMX[0], "W1-short decode step, ms", ("openvino", "llamacpp"))
-    sixteen = medians(AMX[1], "W2 decode step, ms", ("openvino", "llamacpp"))
+    one = medians(PEERS_RUN, "W1-short decode step, ms", ("llamacpp", "openvino", "vllm"))
+    sixteen = medians(PEERS_RUN, "W2 decode step, ms", ("llamacpp", "openvino", "vllm"))
     steps = result("recurrent-Q-2-cpu-cores")["figures"]["W1-short decode step, ms"]
     hybrid = {engine: statistics.median(times) for engine, times in steps.items()}
     over_http = {
@@ -490,8 +491,8 @@ def large() -> str:
 
 
 def peers_of(times: Sequence[str]) -> str:
-    """Return the times of the two engines beside ours."""
-    return f"OpenVINO GenAI: {times[1]}; llama.cpp: {times[2]}"
+    """Return the times of the three engines beside ours."""
+    return f"llama.cpp: {times[1]}; OpenVINO GenAI: {times[2]}; vLLM: {times[3]}"
 
 
 OTHERS = ("openvino", "llamacpp")
@@ -535,6 +536,7 @@ def quantized_grpo() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "run-peers": partial(engines_of, [PEERS_RUN], "far", ("llamacpp", "openvino", "vllm")),
     "run-amx": partial(engines_of, AMX, "near", OTHERS),
     "run-transformers": partial(
         engines_of, ["run-S-2-amx-cores-Transformers"], "near", ("transformers", "generate_batch")

@@ -43,18 +43,25 @@ EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{7
 
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
-# Of the first answer, as the browser's database has it.
-HAS = """name => new Promise(resolve => {
-    const opening = indexedDB.open("console");
-    opening.onsuccess = () => {
-        const reading = opening.result.transaction("conversations");
-        const all = reading.objectStore("conversations").getAll();
-        all.onsuccess = () => {
-            opening.result.close();
-            resolve(Boolean(all.result[0]?.panes[0].root.children[0]?.children[0]?.answer[name]));
+# Wait until the first answer has something, as the browser's database has it.
+HAS = """async name => {
+    const has = () => new Promise(resolve => {
+        const opening = indexedDB.open("console");
+        opening.onsuccess = () => {
+            const reading = opening.result.transaction("conversations");
+            const all = reading.objectStore("conversations").getAll();
+            all.onsuccess = () => {
+                opening.result.close();
+                resolve(all.result[0]?.panes[0].root.children[0]?.children[0]?.answer[name]);
+            };
         };
-    };
-})"""
+    });
+    for (let tries = 0; tries < 600; tries++) {
+        if (await has()) return true;
+        await new Promise(resolve => setTimeout(resolve, 50));
+    }
+    return false;
+}"""
 
 # The elements, attributes and links of each attack, whole, and growing by a few characters.
 DRAWN = """async attacks => {
@@ -492,10 +499,10 @@ async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(
         engine.hold()
         await page.send("Hello")
         # Before that, a browser sends a call again by itself, which the key makes harmless.
-        await page.page.wait_for_function(HAS, arg="stream")
+        assert await page.page.evaluate(HAS, "stream")
         for each in list(server.connections._all):
             each.transport.abort()
-        await page.page.wait_for_function(HAS, arg="resumed")
+        assert await page.page.evaluate(HAS, "resumed")
         await page.page.reload()
         await page.page.wait_for_selector(".message.assistant")
         engine.go()
@@ -523,7 +530,7 @@ async def test_an_answer_that_a_restarted_server_has_lost_says_so(
         await page.open()
         engine.hold()
         await page.send("Hello")
-        await page.page.wait_for_function(HAS, arg="stream")
+        assert await page.page.evaluate(HAS, "stream")
         for each in list(server.connections._all):
             each.transport.abort()
         await page.page.wait_for_selector(".notice.bad:has-text('The server was restarted')")

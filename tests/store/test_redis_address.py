@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import socket
 import uuid
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
-from redis import RedisError
+from redis import RedisError, exceptions
 from redis.asyncio.connection import Connection, SSLConnection
 
 from nano_inference.bus import open_bus
@@ -110,4 +113,30 @@ async def test_a_clusters_commands_are_read_once(cluster_url: str) -> None:
         await execute_all(clients[0], [("NONE", "key")])
     assert await times_asked() == before + 1
     await clients[0].aclose()
+    await server.aclose()
+
+
+async def test_slots_are_read_anew_after_an_error_before_any_command(
+    cluster_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client itself does so only for errors of a command that it has sent; a master that has
+    been replaced would be called for ever."""
+    server = Server(cluster_url)
+    client: Any = server.client(1)
+    await execute(client, "SET", "a", "1")
+    reads = AsyncMock(side_effect=client.nodes_manager.initialize)
+    monkeypatch.setattr(type(client.nodes_manager), "initialize", reads)
+    for attempt in (
+        partial(execute, client, "GET", "a"),
+        partial(execute_all, client, [("GET", "a")]),
+    ):
+        with monkeypatch.context() as patch:
+            gone = AsyncMock(side_effect=exceptions.ConnectionError("refused"))
+            patch.setattr(client.commands_parser, "get_keys", gone)
+            with pytest.raises(exceptions.ConnectionError):
+                await attempt()
+        before = reads.await_count
+        assert await attempt() in (b"1", [b"1"])
+        assert reads.await_count == before + 1
+    await client.aclose()
     await server.aclose()

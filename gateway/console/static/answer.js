@@ -84,7 +84,7 @@ export function answerView(turn, pane, does) {
     const lost = answer.code === "stream_not_found" && (answer.restarted ? `The server was restarted and ${answer.text ? "the rest of " : ""}this answer is lost. Try again.` : "The server no longer has this answer. Try again.");
     if (answer.error) put(notice, lost ? [h("p", null, lost), h("details", { class: "small" }, h("summary", null, "Details"), said)] : h("p", null, said), answer.done && !counts(answer) && h("p", { class: "small" }, "The message and this failed answer are left out of the next call."),
       answer.done && h("div", { class: "row" }, h("button", { type: "button", onclick: () => does.edit(parentOf(pane, turn)) }, "Edit the message"), h("button", { type: "button", onclick: () => does.regenerate(turn) }, "Try again")));
-    else put(notice, answer.waiting ? "Connection lost; trying to pick up the answer …" : answer.done && !counts(answer) && "No text: the message is left out of the next call.");
+    else put(notice, answer.waiting || (answer.done && !counts(answer) && "No text: the message is left out of the next call."));
     notice.hidden = !notice.textContent;
   }
   function drawActions() {

@@ -55,6 +55,7 @@ const versionOf = (choice) => choice.weight_versions?.at(-1)?.version;
 export async function run(answer, changed, signal) {
   let failures = 0;
   let lost = 0;
+  answer.waiting = "";
   while (!answer.done && !signal.aborted) {
     try {
       for await (const event of events(await connect(answer, signal))) {
@@ -70,9 +71,10 @@ export async function run(answer, changed, signal) {
     } catch (error) {
       if (signal.aborted) break;
       const final = error instanceof ApiError && error.status !== 503 && error.status !== 502 && error.status !== 504 && error.code !== "overloaded";
+      const reached = answer.stream || error instanceof ApiError;
       lost ||= Date.now();
       if (final || Date.now() - lost > LONGEST_MS) {
-        answer.error = error.message;
+        answer.error = reached ? error.message : "The server isn't reachable. The message is kept: try again when it is back.";
         answer.code = error.code ?? "";
         answer.param = error.param ?? "";
         answer.restarted = error.code === "stream_not_found" && failures > 0;
@@ -80,14 +82,14 @@ export async function run(answer, changed, signal) {
         break;
       }
       failures += 1;
-      if (failures === 1) answer.resumed += 1;
-      answer.waiting = true;
+      if (failures === 1 && answer.stream) answer.resumed += 1;
+      answer.waiting = answer.stream ? "Connection lost; trying to pick up the answer …" : reached ? `The server can't take the message yet; it is sent again soon. ${error.message}` : "The server isn't reachable. The message is sent as soon as it is back.";
       changed();
       await again(Math.min(4000, 250 * 2 ** Math.min(failures, 5)), signal);
     }
-    answer.waiting = false;
+    answer.waiting = "";
   }
-  answer.waiting = false;
+  answer.waiting = "";
   changed();
 }
 

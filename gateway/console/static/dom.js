@@ -84,7 +84,10 @@ export function check(label, checked, onchange) {
 /** Show a message for some seconds; screen readers say it. */
 export function toast(text, bad = false) {
   const element = h("div", { class: bad ? "toast bad" : "toast" }, text);
-  document.getElementById("toasts").append(element);
+  const all = document.getElementById("toasts");
+  // At most two, each once.
+  [...all.children].filter((each, at, { length }) => each.textContent === text || at < length - 1).forEach((each) => each.remove());
+  all.append(element);
   setTimeout(() => element.remove(), bad ? 9000 : 4000);
 }
 

@@ -17,7 +17,7 @@ const dataUrl = (file) => new Promise((resolve, reject) => {
 export async function readFile(file, takesImages) {
   const { name, size, type } = file;
   if (type.startsWith("image/") && type !== "image/svg+xml") {
-    if (!takesImages) return { problem: `${name}: this model takes text only` };
+    if (!takesImages) return { problem: `${name}: this model takes text only; "nano-inference serve --model tiny-vision" starts one that takes images` };
     if (size > MOST_BYTES) return { problem: `${name} is larger than 8 MiB; scale it down` };
     return { name, url: await dataUrl(file) };
   }
@@ -27,7 +27,7 @@ export async function readFile(file, takesImages) {
     if (text.includes("\0")) throw new TypeError("binary");
     return { name, text };
   } catch {
-    return { problem: `${name} is neither an image nor a text in UTF-8` };
+    return { problem: `${name} is neither an image nor a text in UTF-8; copy its text into the message` };
   }
 }
 

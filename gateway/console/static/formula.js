@@ -30,6 +30,8 @@ const EARLIER = table("𝔺 ℂ 𝔿 ℍ 𝕅 ℕ 𝕇 ℙ 𝕈 ℚ 𝕉 ℝ �
 const FENCED = { pmatrix: "()", bmatrix: "[]", Bmatrix: "{}", vmatrix: "||", Vmatrix: "‖‖", cases: "{" };
 const TABLES = /^([pbBvV]?matrix|cases|array|(align(ed)?|split|gather(ed)?|equation)\*?)$/;
 
+const TOKENS = /\\[a-zA-Z]+|\\[^]|\d+(?:[.,]\d+)*|\s+|[^]/gu;
+
 const mo = (text, more) => math("mo", more, text);
 const fence = (text) => mo(text, { stretchy: "false" });
 const grows = (text) => mo(text, { stretchy: "true" });
@@ -37,7 +39,7 @@ const unknown = (what) => { throw new SyntaxError(what); };
 
 class Reader {
   constructor(source, display) {
-    this.tokens = source.match(/\\[a-zA-Z]+|\\[^]|\d+(?:[.,]\d+)*|\s+|[^]/gu) ?? [];
+    this.tokens = source.match(TOKENS) ?? [];
     this.at = this.deep = 0;
     this.display = display;
   }
@@ -72,7 +74,13 @@ class Reader {
     return math("mrow", null, found);
   }
 
-  group() { return this.skip("{") ? this.row("}") : this.one(); }
+  /** An argument: a group, or else one command, letter or digit. */
+  group() {
+    if (this.skip("{")) return this.row("}");
+    const token = this.peek() ?? "";
+    if (/^\d./.test(token)) this.tokens.splice(this.at, 1, token[0], ...token.slice(1).match(TOKENS));
+    return this.one();
+  }
 
   /** A group in which limits stand beside their sign. */
   small() {
@@ -124,7 +132,7 @@ class Reader {
     if (name in ACCENTS) return math("mover", { accent: "true" }, this.group(), mo(ACCENTS[name], { stretchy: String(/^(wide|over)/.test(name)) }));
     if (name in UNDER) return math("munder", null, this.group(), mo(UNDER[name]));
     if (name in ALPHABETS) return this.letters(ALPHABETS[name]);
-    if (BOLD.test(name)) return math("mrow", { class: "bold" }, name === "textbf" ? math("mtext", null, this.raw()) : this.group());
+    if (BOLD.test(name)) return math("mrow", { class: name === "mathbf" ? "bold upright" : "bold" }, name === "textbf" ? math("mtext", null, this.raw()) : this.group());
     if (NAMED.test(name)) return this.named(name.replace(/^(lim|arg)(?=.)/, "$1\u2009"));
     if (IGNORED.test(name)) return math("mrow");
     if (/^[Bb]igg?[lrm]?$/.test(name)) {

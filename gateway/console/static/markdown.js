@@ -14,10 +14,14 @@ parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 parser.inline.ruler.before("escape", "formula", formula);
 parser.block.ruler.before("fence", "formula", formulaBlock, { alt: ["paragraph", "reference", "blockquote", "list"] });
 
+// A footnote's text is no address of a link: both its marks stay as they are written.
+const paragraph = parser.block.ruler.getRules("").at(-1);
+parser.block.ruler.before("reference", "footnote", (state, from, until) => /^\[\^[^\]]+\]:/.test(state.src.slice(state.bMarks[from] + state.tShift[from], state.eMarks[from])) && paragraph(state, from, until));
+
 const CONTAINERS = { bullet_list_open: "ul", ordered_list_open: "ol", list_item_open: "li", blockquote_open: "blockquote", table_open: "table", thead_open: "thead", tbody_open: "tbody", tr_open: "tr" };
 const HEADINGS = { h1: "h3", h2: "h4", h3: "h5" };
 const PROTOCOLS = new Set(["http:", "https:", "mailto:"]);
-const FORMULA = /\\\((?:[^\\]|\\(?!\))){1,2000}\\\)|\\\[(?:[^\\]|\\(?!\])){1,2000}\\\]|\$\$[^$]{1,2000}\$\$|\$(?![\s\d])[^$\n]{0,200}[^$\s\\]\$(?!\d)/y;
+const FORMULA = /\\\((?:[^\\]|\\(?!\))){1,2000}\\\)|\\\[(?:[^\\]|\\(?!\])){1,2000}\\\]|\$\$[^$]{1,2000}\$\$|\$(?!\s|\d[^$\n^_\\=]*\$)[^$\n]{0,200}[^$\s\\]\$(?!\d)/y;
 
 function formula(state, silent) {
   const first = state.src[state.pos];
@@ -83,7 +87,8 @@ function inline(element, content, env) {
   return element;
 }
 
-const todo = (content, token) => (token.level > 1 ? content.replace(/^\[([ xX])\] /, (_, done) => (done === " " ? "☐ " : "☑ ")) : content);
+const TODO = /^\[([ xX])\] /;
+const todo = (content) => content.replace(TODO, (_, done) => (done === " " ? "☐ " : "☑ "));
 
 /** Split tokens into those of each child. */
 function split(tokens) {
@@ -146,8 +151,9 @@ function make(group, env) {
   else {
     const align = /text-align:(\w+)/.exec(first.attrGet("style") ?? "")?.[1];
     const name = { heading_open: HEADINGS[first.tag] ?? "h6", paragraph_open: first.hidden ? "span" : "p", th_open: "th", td_open: "td" }[first.type] ?? "div";
-    block.outer = h(name, { style: align && { "text-align": align } });
-    for (const each of group) if (each.type === "inline") inline(block.outer, todo(each.content, first), env);
+    const task = first.level > 1 && TODO.test(group[1]?.content);
+    block.outer = h(name, { class: task && "task", style: align && { "text-align": align } });
+    for (const each of group) if (each.type === "inline") inline(block.outer, task ? todo(each.content) : each.content, env);
   }
   return block;
 }

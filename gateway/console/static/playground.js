@@ -310,13 +310,13 @@ class Playground {
     return this.problems.get(pane);
   }
 
-  /** Show an error at the field that it is of. */
-  #problem(pane, name, message) {
-    this.#problemsOf(pane)[name] = message;
+  /** Show each error at the field that it is of. */
+  #problem(pane, problems) {
+    Object.assign(this.#problemsOf(pane), problems);
     if (conversation.compare) this.tab = conversation.panes.indexOf(pane);
     this.#drawSettings();
     this.#showSheet(true);
-    const control = this.settings.querySelector(`[data-setting=${name}]`);
+    const control = this.settings.querySelector("[aria-invalid=true]");
     control?.focus({ preventScroll: true });
     control?.closest(".field").scrollIntoView({ block: "center" });
   }
@@ -351,7 +351,7 @@ class Playground {
   #answered(answer, ended) {
     if (ended) {
       const pane = conversation.panes.find((each) => path(each).some((turn) => turn.answer === answer));
-      if (pane && answer.error && !counts(answer)) { this.drawAll(); const name = fieldOf(answer.param); if (name) this.#problem(pane, name, answer.error); }
+      if (pane && answer.error && !counts(answer)) { this.drawAll(); const name = fieldOf(answer.param); if (name) this.#problem(pane, { [name]: answer.error }); }
       this.refresh();
     }
     if (!this.views.has(answer)) return;
@@ -391,7 +391,7 @@ class Playground {
   #attempt(pane, work) {
     try { return work(); } catch (error) {
       if (!(error instanceof FieldError)) throw error;
-      this.#problem(pane, error.field, error.message);
+      this.#problem(pane, error.problems);
       return undefined;
     }
   }

@@ -9,11 +9,11 @@ export const newSettings = () => ({ model: "", system: "", temperature: "0.7", t
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"];
 
-/** An error of a field of the settings. */
+/** Errors of settings: messages by field. */
 export class FieldError extends Error {
-  constructor(field, message) {
-    super(message);
-    this.field = field;
+  constructor(problems) {
+    super(Object.values(problems).join("; "));
+    this.problems = problems;
   }
 }
 
@@ -21,11 +21,6 @@ export class FieldError extends Error {
 export function fieldOf(param) {
   const [first] = (param ?? "").split(/[.[]/);
   return { response_format: "schema", tools: "tools", tool_choice: "tools", stop: "stop", model: "model", reasoning_effort: "reasoning", max_completion_tokens: "max_tokens" }[first] ?? (NUMBERS.includes(first) ? first : "");
-}
-
-function parsed(field, text) {
-  if (!text.trim()) throw new FieldError(field, "It is empty. Write one, or use the example.");
-  try { return JSON.parse(text); } catch (error) { throw new FieldError(field, `This is no JSON: ${error.message}`); }
 }
 
 /** Whether an answer is a part of the conversation: one that failed or was stopped without a text is not. */
@@ -57,29 +52,36 @@ function messagesOf(settings, turns) {
 
 /** The body of the next call. Raises FieldError. */
 export function bodyOf(settings, turns) {
+  const problems = {};
+  const parsed = (field) => {
+    const text = settings[field];
+    try { return JSON.parse(text); } catch (error) { problems[field] = text.trim() ? `This is no JSON: ${error.message}` : "It is empty. Write one, or use the example."; }
+    return null;
+  };
   const body = { messages: messagesOf(settings, turns), stream: true, stream_options: { include_usage: true } };
   if (settings.model) body.model = settings.model;
   for (const name of NUMBERS) {
     const text = settings[name].trim();
     if (!text) continue;
-    if (!Number.isFinite(Number(text))) throw new FieldError(name, "This is no number");
-    body[name] = Number(text);
+    if (Number.isFinite(Number(text))) body[name] = Number(text);
+    else problems[name] = "This is no number";
   }
   const stops = settings.stop.split("\n").filter(Boolean);
   if (stops.length) body.stop = stops.map((each) => each.replaceAll("\\n", "\n"));
   if (settings.reasoning) body.reasoning_effort = settings.reasoning;
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5, return_weight_versions: true });
   if (settings.tools.trim()) {
-    body.tools = parsed("tools", settings.tools);
+    body.tools = parsed("tools");
     if (settings.tool_choice !== "auto") body.tool_choice = settings.tool_choice;
   }
   if (settings.format === "json_object") body.response_format = { type: "json_object" };
-  if (settings.format === "json_schema") body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parsed("schema", settings.schema) } };
+  if (settings.format === "json_schema") body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parsed("schema") } };
+  if (Object.keys(problems).length) throw new FieldError(problems);
   return body;
 }
 
 /** What a call has that a user may have forgotten, in words. */
-export const setOf = ({ system, max_tokens, stop }) => [system.trim() && "system prompt", max_tokens.trim() && `at most ${max_tokens.trim()} tokens`, stop.trim() && "stop strings"].filter(Boolean);
+export const setOf = ({ system, max_tokens, stop }) => [system.trim() && "system prompt", Number(max_tokens) > 0 && `at most ${max_tokens.trim()} tokens`, stop.trim() && "stop strings"].filter(Boolean);
 
 /** The same call as a program makes it: without what only this page shows. */
 export function programOf(body) {

@@ -43,18 +43,25 @@ EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{7
 
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
-# Of the first answer, as the browser's database has it.
-HAS = """name => new Promise(resolve => {
-    const opening = indexedDB.open("console");
-    opening.onsuccess = () => {
-        const reading = opening.result.transaction("conversations");
-        const all = reading.objectStore("conversations").getAll();
-        all.onsuccess = () => {
-            opening.result.close();
-            resolve(Boolean(all.result[0]?.panes[0].root.children[0]?.children[0]?.answer[name]));
+# Wait until the first answer has something, as the browser's database has it.
+HAS = """async name => {
+    const has = () => new Promise(resolve => {
+        const opening = indexedDB.open("console");
+        opening.onsuccess = () => {
+            const reading = opening.result.transaction("conversations");
+            const all = reading.objectStore("conversations").getAll();
+            all.onsuccess = () => {
+                opening.result.close();
+                resolve(all.result[0]?.panes[0].root.children[0]?.children[0]?.answer[name]);
+            };
         };
-    };
-})"""
+    });
+    for (let tries = 0; tries < 600; tries++) {
+        if (await has()) return true;
+        await new Promise(resolve => setTimeout(resolve, 50));
+    }
+    return false;
+}"""
 
 # The elements, attributes and links of each attack, whole, and growing by a few characters.
 DRAWN = """async attacks => {
@@ -113,6 +120,12 @@ FORMULAS = {
     "mtd(mrow(mi(b))))"
     "mtr(mtd(mrow(mi(c)))))mo()))",
     r"$a < b$": "mi(a)mo(<)mi(b)",
+    # An argument without braces is one token.
+    r"$\frac12$": "mfrac(mn(1)mn(2))",
+    r"$\dfrac12 \binom{n}k$": "mfrac(mn(1)mn(2))mrow(mo(()mfrac(mrow(mi(n))mi(k))mo()))",
+    r"$\sqrt23x_1.5$": "msqrt(mn(2))mn(3)msub(mi(x)mn(1))mo(.)mn(5)",
+    r"$x^12$": "msup(mi(x)mn(1))mn(2)",
+    r"$\mathbf{v}$": "mrow(mrow(mi(v)))",
 }
 
 # Shown as they are written: unknown, incomplete, or too deep.
@@ -139,8 +152,34 @@ LOADED = """() => ["chart", "filter", "operations", "pipeline", "remedies", "wat
 BLOCKS = """async () => {
     const { Markdown } = await import(new URL("static/markdown.js", document.baseURI));
     const markdown = new Markdown("Answer");
+    const { element } = markdown;
     markdown.update("$5, $10\\n\\n$$\\nx_1\\n- y_1\\n= z*2*\\n$$\\n\\n- $a_1 * b_1$ *c*", false);
-    return ["math", "li", "em", "h3"].map(each => markdown.element.querySelectorAll(each).length);
+    const found = ["math", "li", "em", "h3"].map(each => element.querySelectorAll(each).length);
+    document.body.append(element);
+    markdown.update("$10^23$ or $5 a=b, $7\\n\\nSo[^1].\\n\\n[^1]: A *book*\\n\\n"
+        + "- [x] $\\\\mathbf{v}$", false);
+    const styles = [getComputedStyle(element.querySelector("li")).listStyleType,
+        getComputedStyle(element.querySelector(".bold mi")).textTransform];
+    return [found, styles, [...element.children].map(each => each.textContent)];
+}"""
+
+# The controls that two toasts cover.
+COVERED = """async () => {
+    const { toast } = await import(new URL("static/dom.js", document.baseURI));
+    for (const each of ["Copied", "Copied", "long ".repeat(30), "Copied"]) toast(each);
+    const all = [...document.querySelectorAll(".toast")];
+    const rect = each => each.getBoundingClientRect();
+    const meets = (one, other) => one.left < other.right && other.left < one.right
+        && one.top < other.bottom && other.top < one.bottom;
+    return [all.length, ...[...document.querySelectorAll("button, a, input, select, textarea")]
+        .filter(each => each.checkVisibility() && all.some(one => meets(rect(one), rect(each))))
+        .map(each => each.textContent || each.outerHTML)];
+}"""
+
+REFUSED = """async files => {
+    const { readFile } = await import(new URL("static/files.js", document.baseURI));
+    return Promise.all(files.map(async ([name, type]) =>
+        (await readFile(new File([new Uint8Array([255, 0])], name, { type }), false)).problem));
 }"""
 
 STAGES = {
@@ -341,7 +380,25 @@ async def test_formulas_are_mathml_or_stay_as_they_are_written(
         found = await page.page.evaluate(SHAPES, [*FORMULAS, *WRITTEN])
         assert dict(zip(FORMULAS, found, strict=False)) == FORMULAS
         assert found[len(FORMULAS) :] == [None] * len(WRITTEN)
-        assert await page.page.evaluate(BLOCKS) == [2, 1, 1, 0]
+        counts, styles, texts = await page.page.evaluate(BLOCKS)
+        assert counts == [2, 1, 1, 0]
+        assert styles == ["none", "none"], "a task has no bullet; a bold letter is upright"
+        assert texts == ["1023 or $5 a=b, $7", "So[^1].", "[^1]: A book", "☑ v"]
+
+
+@pytest.mark.parametrize("width", [in_soak(1280), 375])
+async def test_toasts_cover_no_control_and_a_refused_file_says_what_to_do(
+    browser: Any, engine: FakeEngine, width: int
+) -> None:
+    size = {"width": width, "height": 800}
+    async with gateway(engine) as (url, _, _), console(browser, url, viewport=size) as page:
+        await page.open()
+        await page.page.wait_for_selector(".example")
+        assert await page.page.evaluate(COVERED) == [2]
+        files = [["a.pdf", "application/pdf"], ["a.png", "image/png"]]
+        pdf, png = await page.page.evaluate(REFUSED, files)
+        assert "copy its text" in pdf
+        assert "serve --model tiny-vision" in png
 
 
 async def test_a_view_stays_chosen_while_another_one_writes_the_address(
@@ -362,7 +419,9 @@ async def test_a_view_stays_chosen_while_another_one_writes_the_address(
         await page.page.wait_for_selector("main[data-view=operations] > *")
 
 
-async def test_a_view_opens_while_the_gateway_is_away(browser: Any, engine: FakeEngine) -> None:
+async def test_a_view_opens_and_a_message_waits_while_the_gateway_is_away(
+    browser: Any, engine: FakeEngine
+) -> None:
     async with gateway(engine) as (url, _, server), console(browser, url) as page:
         await page.open()
         await page.page.wait_for_function(LOADED)
@@ -374,6 +433,11 @@ async def test_a_view_opens_while_the_gateway_is_away(browser: Any, engine: Fake
             await page.page.wait_for_selector(f"main[data-view='{view}'] > *")
             assert await page.page.locator("text=This view failed").count() == 0
             assert await page.page.locator("text=can't be reached").count() == 0
+        await page.send("Hello")
+        await page.page.wait_for_selector(".notice:has-text('sent as soon as it is back')")
+        await page.page.context.set_offline(False)
+        assert await page.answered() == "It is sunny, 12 degrees."
+        assert await page.page.locator(".meta:has-text('resumed')").count() == 0
 
 
 async def test_a_turn_is_regenerated_edited_and_left_out_if_it_failed(
@@ -411,8 +475,11 @@ async def test_a_turn_is_regenerated_edited_and_left_out_if_it_failed(
         schema = tab.get_by_label("JSON schema")
         assert '"type": "object"' in await schema.input_value(), "the example is a value"
         await schema.fill("{no")
+        await tab.get_by_label("Max tokens").fill("abc")
         await page.send("Fourth")
-        await tab.wait_for_selector(".field:has([data-setting=schema]) .error")
+        for name in ("schema", "max_tokens"):
+            await tab.wait_for_selector(f".field:has([data-setting={name}]) .error")
+        assert await tab.inner_text(".given") == ""
         await tab.fill("[aria-label='Search chats']", "third")
         await tab.click(".chat-row button:has-text('Second')")
         await tab.wait_for_selector(".user:has-text('Third')")
@@ -432,10 +499,10 @@ async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(
         engine.hold()
         await page.send("Hello")
         # Before that, a browser sends a call again by itself, which the key makes harmless.
-        await page.page.wait_for_function(HAS, arg="stream")
+        assert await page.page.evaluate(HAS, "stream")
         for each in list(server.connections._all):
             each.transport.abort()
-        await page.page.wait_for_function(HAS, arg="resumed")
+        assert await page.page.evaluate(HAS, "resumed")
         await page.page.reload()
         await page.page.wait_for_selector(".message.assistant")
         engine.go()
@@ -463,7 +530,7 @@ async def test_an_answer_that_a_restarted_server_has_lost_says_so(
         await page.open()
         engine.hold()
         await page.send("Hello")
-        await page.page.wait_for_function(HAS, arg="stream")
+        assert await page.page.evaluate(HAS, "stream")
         for each in list(server.connections._all):
             each.transport.abort()
         await page.page.wait_for_selector(".notice.bad:has-text('The server was restarted')")

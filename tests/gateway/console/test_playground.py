@@ -196,7 +196,7 @@ async def test_each_chat_has_its_own_draft_and_the_right_side_begins_with_the_le
         await page.send("- **Hello** `you`")
         await page.answered()
         await tab.get_by_label("Max tokens").fill("5")
-        await tab.wait_for_selector(".given:has-text('max 5 tokens')")
+        await tab.wait_for_selector(".given:has-text('at most 5 tokens')")
         await box.fill("half a message")
         file: Any = {"name": "a.md", "mimeType": "", "buffer": b"notes"}
         await tab.set_input_files(".composer input[type=file]", file)

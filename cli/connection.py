@@ -201,10 +201,7 @@ async def connected(
     client = BusClient.connect(config.bus, tracing, metrics)
     try:
         if not wait_for_bus:
-            try:
-                await client.bus.ping()
-            except BusError as error:
-                raise unreachable(config.bus, error) from None
+            await _until_it_answers(client, config.bus)
         id = client.bus.model if model is None else await client.deployment.find(model)
         if id == client.bus.model:
             yield client
@@ -215,6 +212,24 @@ async def connected(
         await client.aclose()
         tracing.shutdown()
         await anyio.to_thread.run_sync(metrics.shutdown, limiter=anyio.CapacityLimiter(1))
+
+
+async def _until_it_answers(client: BusClient, bus: BusConfig) -> None:
+    """Wait for a bus, a while if an `up` of this user has just begun to start it."""
+    while True:
+        try:
+            await client.bus.ping()
+            return
+        except BusError as error:
+            if (age_s := _starting_for(bus)) is None or age_s > STARTING_S:
+                raise unreachable(bus, error) from None
+        await anyio.sleep(_LOOK_S)
+
+
+def _starting_for(bus: BusConfig) -> float | None:
+    """Return the seconds since the start of this user's `up` on a bus; None without one."""
+    starts = [each.started_at for each in found() if (each.command, each.bus) == ("up", bus.url)]
+    return time.time() - max(starts) if starts else None
 
 
 def run_with(context: AbstractAsyncContextManager[C], work: Callable[[C], Awaitable[T]]) -> T:

@@ -281,18 +281,26 @@ def logs(
     name: Which = None,
     lines: Annotated[int, option("--lines -n NUMBER", "Lines before now.", min=0)] = 100,
     follow: Annotated[
-        bool, option("--follow/--no-follow", "Print what is logged from now on, too.")
-    ] = True,
+        bool | None,
+        option(
+            "--follow/--no-follow -f/",
+            "Print what is logged from now on, too; default: on a terminal.",
+        ),
+    ] = None,
 ) -> None:
-    """Print the log of a running server or pipeline, and follow it until it ends.
+    """Print the log of a running server or pipeline; on a terminal follow it until it ends.
 
         nano-inference logs
 
         nano-inference logs tiny -n 20 --no-follow
 
+        nano-inference logs --follow | grep model_loaded
+
     Of one that was started on a terminal, or with its standard error in a file. Ctrl-C ends it, and
     so does the end of its reader, such as `head`.
     """
+    if follow is None:
+        follow = sys.stdout.isatty()
     running, *others = _chosen(name)
     if others:
         complain(f"{1 + len(others)} run; this is the log of the newest, process {running.pid}")

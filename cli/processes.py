@@ -138,8 +138,14 @@ class Printer:
             return f"up         {said}\n"
 
         # Drops lines rather than wait or fail, since the pipeline is more important.
-        self._output = LogOutput(stream or sys.stderr, notice)
-        self._console = Console(file=cast(TextIO, self._output), highlight=False, soft_wrap=True)
+        stream = stream or sys.stderr
+        self._output = LogOutput(stream, notice)
+        # Also shows bars, whose frames a kept log must not have.
+        shown = cast(TextIO, LogOutput(stream, notice, copied=False))
+        self._console = Console(file=shown, highlight=False, soft_wrap=True)
+        self._copied = Console(
+            force_terminal=self._console.is_terminal, highlight=False, soft_wrap=True
+        )
         self._width = max(map(len, models)) + 1 if models else 0
 
     async def show_loading(self, config: Config, given_up: Callable[[], Iterable[str]]) -> None:
@@ -160,7 +166,7 @@ class Printer:
         if self._as_json:
             self._output.write(json_line(text, level="info", **_where("up", model)))
             return
-        self._console.print(Text(f"{model:<{self._width}}up         ", "bold") + Text(text))
+        self._print(Text(f"{model:<{self._width}}up         ", "bold") + Text(text))
 
     def line(self, model: str, role: str, line: str) -> None:
         """Write a line of a child."""
@@ -175,7 +181,14 @@ class Printer:
             self._output.write(text)
             return
         start = f"{model:<{self._width}}{role:<10} "
-        self._console.print(Text(start, _STYLES[split_role(role)[0]]) + Text(line))
+        self._print(Text(start, _STYLES[split_role(role)[0]]) + Text(line))
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line)
+        if LogOutput.copy is not None:
+            with self._copied.capture() as captured:
+                self._copied.print(line)
+            LogOutput.copy(captured.get())
 
 
 def _where(process: str, model: str) -> dict[str, str]:

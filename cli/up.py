@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
 from ..bus import open_bus
 from ..config import (
@@ -44,7 +45,7 @@ from .processes import GATEWAY, Printer, Processes
 from .pull import with_pulled
 from .ray.plan import plan_of
 from .requests import given
-from .running import record, registered
+from .running import Running, found, record, registered
 from .serve import MOST_PORT, GrpcPort, Insecure, announce, port_option
 from .terminal import Complaints, complain
 
@@ -125,18 +126,21 @@ def up(
         check_ports(config, "--gateway", "--grpc-port")
     sweep()
     with contextlib.ExitStack() as stack:
-        embedded = config.bus.url == "memory"
-        if embedded:
+        http_port = config.gateway.port or DEFAULT_PORT
+        url = url_of(config, http_port) if config.gateway.listens else None
+        if config.bus.url == "memory":
+            # Registered before its server answers, so that commands wait for the password.
+            own = replace(config, bus=replace(config.bus, url=embedded_url(port)))
+            stack.enter_context(registered(record("up", own, url, embedded=True)))
             bus = stack.enter_context(embedded_server(port))
             config = load_config(options.config_file, overrides=overrides | {"bus.url": bus})
+        else:
+            anyio.run(_check_bus, config)  # so that one process complains, and not five
+            if not take_over:
+                anyio.run(refuse_if_served, config.bus, all_roles(config.pipeline.replicas))
+            stack.enter_context(registered(record("up", config, url)))
         arguments = ["--config", str(options.config_file)] if options.config_file else []
         environment = _child_environment(config, overrides)
-        anyio.run(_check_bus, config)  # so that one process complains, and not five
-        if not (embedded or take_over):
-            anyio.run(refuse_if_served, config.bus, all_roles(config.pipeline.replicas))
-        port = config.gateway.port or DEFAULT_PORT
-        url = url_of(config, port) if config.gateway.listens else None
-        stack.enter_context(registered(record("up", config, url, embedded=embedded)))
         anyio.run(_run_several if config.models else _run_one, config, arguments, environment)
 
 
@@ -382,6 +386,17 @@ async def _run_several(
 # --- the embedded server ------------------------------------------------------------------------
 
 
+def embedded_url(port: int, credentials: str = "") -> str:
+    """Return the URL of the embedded server, with credentials such as ":password@"."""
+    return f"redis://{credentials}127.0.0.1:{port}"
+
+
+def _own_at(port: int) -> Running | None:
+    """Return this user's other `up` whose embedded server has a port."""
+    at = [each for each in found() if each.bus == embedded_url(port) and each.pid != os.getpid()]
+    return next((each for each in at if each.command == "up"), None)
+
+
 @contextlib.contextmanager
 def embedded_server(port: int) -> Iterator[str]:
     """Start a Valkey server on 127.0.0.1 that ends with this process, even by SIGKILL.
@@ -403,10 +418,10 @@ def embedded_server(port: int) -> Iterator[str]:
         ) from None
     from redis import Redis
 
-    from ..store.redis.embedded import HOST, answers, kept_password
+    from ..store.redis.embedded import answers, kept_password
 
     password = secrets.token_urlsafe(32)
-    url = f"redis://:{password}@{HOST}:{port}"
+    url = embedded_url(port, f":{password}@")
     settings = {"save": "", "appendonly": "no", "requirepass": password}
     # No other user can enter the folder, in which the server's settings are too.
     with temporary_folder("server") as folder:
@@ -421,6 +436,11 @@ def embedded_server(port: int) -> Iterator[str]:
         try:
             server.start()
         except (OSError, ValkeyServerError) as error:
+            if (own := _own_at(port)) is not None:
+                raise BusError(
+                    f"your `up` (process {own.pid}) serves {', '.join(own.models)} on port {port}",
+                    remedy=f"`nano-inference stop {own.pid}` ends it; `up --port` starts another",
+                ) from None
             raise BusError(
                 f"the embedded server can't start on port {port}: {error}. "
                 f"Choose another with --port, or use the server that runs there with --bus"

@@ -33,16 +33,25 @@ class LogOutput(io.TextIOBase):
 
     Attributes:
         has_bar: Whether a progress bar is shown below the lines.
-        copy: Takes all lines of this process, too; never raises.
+        copy: Takes the lines of all outputs of this process, too; never raises.
     """
 
     encoding = "utf-8"
     has_bar: ClassVar[bool] = False
     copy: ClassVar[Callable[[str], None] | None] = None
 
-    def __init__(self, stream: TextIO, notice: Callable[[int], str]) -> None:
-        """Args: the destination; the renderer of a line with the number of dropped lines."""
+    def __init__(
+        self, stream: TextIO, notice: Callable[[int], str], *, copied: bool = True
+    ) -> None:
+        """Make an output.
+
+        Args:
+            stream: The destination.
+            notice: Renders a line with the number of dropped lines.
+            copied: Whether `copy` takes its lines. Not for what a terminal shows for a moment.
+        """
         self._stream = stream
+        self._copied = copied
         self._notice = notice
         self._lock = threading.Lock()
         self._dropped = 0
@@ -53,7 +62,7 @@ class LogOutput(io.TextIOBase):
     def write(self, text: str) -> int:
         """Write whole lines, or drop and count them."""
         with self._lock:
-            if LogOutput.copy is not None:
+            if self._copied and LogOutput.copy is not None:
                 LogOutput.copy(text)
             before = "\n" if self._is_torn else ""
             if LogOutput.has_bar and self.isatty():

@@ -81,11 +81,12 @@ def test_logs_are_those_of_what_runs(
     log.write_text("one\n\x1b[31mtwo\x1b[0m\nthree\n")
     with program(log=str(log)) as (_, running):
         assert run("logs", "-n", "2", "--no-follow").stdout == "two\nthree\n"
+        assert run("logs", "-n", "2").stdout == "two\nthree\n", "ends without a terminal"
         monkeypatch.setattr(local, "is_alive", lambda each: False)  # it has just ended
-        assert run("logs").stdout == "one\ntwo\nthree\n"
+        assert run("logs", "--follow").stdout == "one\ntwo\nthree\n"
         monkeypatch.setattr(local, "is_alive", lambda each: True)
         monkeypatch.setattr(local, "_left_within", lambda seconds: True)
-        assert run("logs", "-n", "1").stdout == "three\n"
+        assert run("logs", "-f", "-n", "1").stdout == "three\n"
         with registered(replace(running, log=None, started_at=running.started_at + 1)):
             assert_refused_last(run("logs"), "goes to a pipe")
 

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from nano_inference.cli import terminal
+from nano_inference.cli.processes import Printer, without_controls
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import LogOutput
 
@@ -77,6 +78,26 @@ async def test_a_model_that_loads_has_a_bar_until_it_is_loaded(
     assert log._stream.getvalue() == "\r\x1b[Kloaded\n" * 3
     log.write("ready\n")
     assert log._stream.getvalue().endswith("\nready\n"), "the bar has gone"
+
+
+async def test_a_kept_log_has_lines_and_no_frames_of_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(terminal, "_LOOK_EVERY_S", 0.0)
+    kept: list[str] = []
+    monkeypatch.setattr(LogOutput, "copy", kept.append)
+    screen = Screen("loading executor")
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    printer = Printer(stream=screen)
+    states = ["starting", "starting", "ready"]
+
+    async def read() -> list[StageReport]:
+        printer.line("", "executor", f"line {len(states)}")
+        return [report("executor", states.pop(0), {}), report("executor.1", "ready", {})]
+
+    await terminal.show_loading(read, 2, printer._console)
+    assert "loading executor" in screen.getvalue()
+    lines = [without_controls(line).split() for line in "".join(kept).splitlines()]
+    assert lines == [["executor", "line", str(number)] for number in (3, 2, 1)]
 
 
 async def test_the_bar_of_a_replica_that_is_given_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from nano_inference.bus import open_bus
+from nano_inference.cli.running import Running, registered
 from nano_inference.cli.up import embedded_server
 from nano_inference.config import BusConfig, BusError, redact
+from nano_inference.store.process_state import identity_of
+from nano_inference.store.redis import embedded
 from nano_inference.store.redis.embedded import kept_password, read_password
 
 from ..cli.conftest import Run, assert_refused
@@ -82,6 +85,31 @@ def test_commands_of_the_same_user_need_no_flag(
     assert "no stage is running" in ran.stdout, ran
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     assert_refused(run("status"), f"Redis at redis://127.0.0.1:{port} requires a password; add it")
+
+
+def test_a_command_waits_for_the_password_while_up_starts(
+    server: str, port: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus, password = f"redis://127.0.0.1:{port}", read_password(port)
+    monkeypatch.setattr("nano_inference.cli.connection.STARTING_S", 60.0)
+    passwords = iter(["", "", password])
+    monkeypatch.setattr(embedded, "read_password", lambda port: next(passwords, password))
+    with registered(Running(command="up", bus=bus, prefix=BusConfig().prefix)):
+        assert "has been starting for" in run("status").stdout
+    assert next(passwords, None) is None
+
+
+def test_a_second_up_names_the_first_one(server: str, port: int) -> None:
+    other = Running(
+        command="up",
+        bus=f"redis://127.0.0.1:{port}",
+        models=("tiny",),
+        pid=os.getppid(),
+        process=identity_of(os.getppid()),
+    )
+    said = rf"your `up` \(process {other.pid}\) serves tiny on port {port}"
+    with registered(other), pytest.raises(BusError, match=said), embedded_server(port):
+        pass
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

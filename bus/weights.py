@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -169,14 +169,28 @@ def source_of(
     """Yield the source of weights; a state dict is stored for the executors of this process.
 
     Its tensors must not change until all executors are done. A `WeightDelta` has its own source.
+
+    Raises:
+        WeightsError: The weights are neither.
     """
     own = getattr(weights, "source", None)
     if isinstance(own, DeltaWeights):
         yield own
         return
-    if not isinstance(weights, Mapping):
+    if isinstance(weights, WeightsSource | StagedWeights):
         yield weights
         return
+    if not isinstance(weights, Mapping):
+        raise WeightsError(
+            "new weights are a state dict, a WeightDelta, FolderWeights(path), "
+            "SharedWeights(...).source or WeightsGroup(...).broadcast(...).source, not "
+            f"{type(weights).__name__}",
+            remedy="pass model.state_dict()"
+            if hasattr(weights, "state_dict")
+            else "pass dict(…) of the pairs"
+            if isinstance(weights, Iterable)
+            else "pass one of these",
+        )
     key = uuid.uuid4().hex
     _LAID_DOWN[key] = weights
     try:

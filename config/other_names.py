@@ -1,5 +1,5 @@
-"""Errors for arguments that a class or call does not have: its own names for those of vLLM and
-SGLang, and the nearest name."""
+"""Errors for arguments and attributes that a class or call does not have: its own names for those
+of vLLM and SGLang, and the nearest name."""
 
 from __future__ import annotations
 
@@ -80,6 +80,20 @@ _OTHER = {
     "enable_lora": "leave it out: call load_adapter, or give adapters",
 }
 
+_RENDERER = "ChatRenderer(model)"
+_ATTRIBUTES = {
+    "tokenizer": f"{_RENDERER} renders conversations by the model's own",
+    "get_tokenizer": f"{_RENDERER} renders conversations by the model's own",
+    "chat": f"pass {_RENDERER}.render(messages) to generate",
+    "encode": "call embed(prompts)",
+    "sleep": "call release_memory()",
+    "wake_up": "call resume_memory()",
+    "collective_rpc": "call update_weights(state_dict)",
+    "update_weights_from_tensor": "call update_weights(state_dict)",
+    "async_generate": "loop over AsyncEngine(model).generate(prompt)",
+}
+"""Attributes of other engines, each with what does the same here."""
+
 
 def unknown_argument(
     what: str, given: Mapping[str, Any], known: Iterable[str], settings: Sequence[str] = ()
@@ -100,6 +114,15 @@ def unknown_argument(
     return None
 
 
+def unknown_attribute(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that an engine doesn't have."""
+    instead = _ATTRIBUTES.get(name)
+    message = (
+        f"{type(owner).__name__} has no {field_name(name)}{(instead and f'; {instead}') or ''}"
+    )
+    return AttributeError(message, name=name, obj=owner)
+
+
 def plain_signature(kind: type, whole: Signature) -> Signature:
     """Return the signature of a struct without the ranges and texts in its annotations."""
     plain = get_type_hints(kind)
@@ -115,8 +138,17 @@ def _instead(name: str, value: Any, known: list[str], settings: Sequence[str]) -
     for same in names:
         if same in known:
             return f"say {same}={_shown(value)}"
-    if name in _OTHER:
-        return _OTHER[name]
+    other = _OTHER.get(name, "")
+    if "sampling_params" in known:
+        from .sampling import SamplingParams
+
+        for field in (name, *names):
+            if field in SamplingParams.__struct_fields__:
+                return f"say sampling_params=SamplingParams({field}={_shown(value)})"
+        if other.startswith("say constraint="):
+            return f"say sampling_params=SamplingParams({other.removeprefix('say ')})"
+    if other:
+        return other
     for setting in (name, *names):
         if setting in settings:
             return f"pass EngineConfig({setting}={_shown(value)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..bus.public import Completion, CompletionChunk, FinishReason, GenerateRequest
-from ..config import ChannelClosed, Config, EngineConfig, RequestError, SamplingParams, shown
+from ..config import ChannelClosed, Config, EngineConfig, RequestError, SamplingParams
 from .engine_calls import says_other_names
 from .engine_requests import ArgumentError, prompt_fields, prompt_of
 from .pipeline import Pipeline
@@ -163,7 +163,8 @@ class AsyncEngine:
         if not fields.keys() <= _FIELDS:
             from ..config.other_names import unknown_argument
 
-            raise unknown_argument("AsyncEngine.generate", fields, _FIELDS) or AssertionError
+            known = {*_FIELDS, "sampling_params"}
+            raise unknown_argument("AsyncEngine.generate", fields, known) or AssertionError
         params = sampling_params or SamplingParams()
         request = GenerateRequest(
             **prompt_fields(_one_prompt(prompt)),
@@ -219,11 +220,6 @@ def _one_prompt(prompt: Any) -> str | tuple[int, ...]:
         raise ArgumentError(
             f"prompt is a list of {len(prompt)} texts; call generate for each, by asyncio.gather "
             "or tasks, and they run as one batch",
-            code="invalid_prompt",
-        )
-    if isinstance(prompt, Mapping):
-        raise ArgumentError(
-            f"prompt is an object, {shown(prompt)}; pass its text or token ids",
             code="invalid_prompt",
         )
     return prompt_of(prompt)

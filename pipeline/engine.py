@@ -48,7 +48,7 @@ from ..stages.executor.core import ExecutorCore
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
-from .engine_calls import one_at_a_time, says_other_names
+from .engine_calls import OtherNames, one_at_a_time, says_other_names
 from .engine_forks import EngineForks
 from .engine_images import EngineImages, find_image_processor
 from .engine_parts import ModelParts
@@ -81,7 +81,7 @@ _MOST_SAMPLES = 1 << 20
 
 
 @one_at_a_time
-class InferenceEngine(EngineForks, EngineWeights, ModelParts):
+class InferenceEngine(EngineForks, EngineWeights, ModelParts, OtherNames):
     """Generates in this process, on the caller's thread. Calls of several threads take turns.
 
     ```python

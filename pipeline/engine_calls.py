@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..config.forks import check_not_forked
 
@@ -44,6 +44,17 @@ def says_other_names(method: _Call) -> _Call:
             raise
 
     return cast(_Call, call)
+
+
+class OtherNames:
+    """Has an attribute that an engine lacks name its own (`config.other_names`)."""
+
+    if not TYPE_CHECKING:  # A type checker refuses such attributes by itself.
+
+        def __getattr__(self, name: str) -> Any:
+            from ..config.other_names import unknown_attribute
+
+            raise unknown_attribute(self, name)
 
 
 def _alone(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,13 @@ _T = TypeVar("_T")
 
 _BYTES = bytes | bytearray | memoryview
 
+_OTHER_PROMPTS = {
+    "role": "render messages by ChatRenderer(model).render(messages), and pass that",
+    "prompt_token_ids": "pass the list of its prompt_token_ids",
+    "prompt": "pass the text of its prompt",
+}
+"""Keys of what other engines take as prompts, each with what to pass."""
+
 
 class ArgumentError(RequestError, ValueError):
     """An unusable argument of a call. Also a ValueError, Python's own class for one."""
@@ -74,7 +81,12 @@ def prompt_of(prompt: Any) -> str | tuple[int, ...]:
         return prompt
     if chat_of(prompt) is not None:
         return tuple(prompt.token_ids)
-    return token_ids_of(prompt, "a prompt is text or token ids", "invalid_prompt")
+    rule, code = "a prompt is text or token ids", "invalid_prompt"
+    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
+    for key, remedy in _OTHER_PROMPTS.items() if isinstance(first, Mapping) else ():
+        if key in first:
+            raise ArgumentError(f"{rule}, not {shown(prompt)}", code=code, remedy=remedy)
+    return token_ids_of(prompt, rule, code)
 
 
 def chat_of(prompt: Any) -> ChatPrompt | None:

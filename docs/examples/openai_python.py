@@ -27,12 +27,14 @@ for chunk in stream:
         print(choice.delta.content or "", end="")
 print()
 
-# Several choices. What the library has no argument for goes into extra_body.
+# Several choices, of a sum that the model has half learnt. What the library has no argument for
+# goes into extra_body.
 several = client.completions.create(
     model="tiny",
-    prompt="98 + 25 =",
+    prompt="63 + 58 =",
     n=3,
     seed=1,
+    temperature=1,
     max_tokens=8,
     extra_body={"top_k": 5, "return_token_ids": True},
 )

@@ -18,6 +18,7 @@ from nano_inference import (
     RequestError,
     SamplingParams,
 )
+from nano_inference.config.other_names import unknown_argument
 
 from ..errors import raises
 
@@ -78,6 +79,30 @@ OTHER: list[tuple[type, dict[str, Any], str]] = [
 def test_names_of_other_engines_are_translated(kind: type, given: dict[str, Any], why: str) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__} has no {next(iter(given))}; .*{why}"):
         kind(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"temperature": 0}, "temperature=0"),
+        ({"max_new_tokens": 5}, "max_tokens=5"),
+        ({"regex": "a"}, "constraint=Constraint(regex=…)"),
+    ],
+)
+def test_sampling_parameters_of_a_call_belong_into_sampling_params(
+    given: dict[str, Any], says: str
+) -> None:
+    error = unknown_argument("generate", given, ["prompts", "sampling_params"])
+    assert str(error).endswith(f"; say sampling_params=SamplingParams({says})")
+
+
+def test_attributes_of_other_engines_are_translated() -> None:
+    engine: Any = object.__new__(InferenceEngine)
+    same = {"tokenizer": "ChatRenderer", "chat": "ChatRenderer", "encode": "embed"}
+    for name, ours in same.items():
+        with pytest.raises(AttributeError, match=f"InferenceEngine has no {name}; .*{ours}"):
+            getattr(engine, name)
+    assert not hasattr(engine, "llm_engine")
 
 
 def test_decoding_leaves_the_check_to_admission() -> None:

@@ -38,7 +38,7 @@ async def test_outputs_grow_and_end_with_the_whole() -> None:
     assert {each.finish_reason for each in seen[-1].outputs} == {"length"}
     assert (await last(engine, params, 5)).request_id == "5"
     for prompt in ["a", "b"], {"prompt": "a"}:
-        with raises("invalid_prompt", "call generate for each|pass its text or token ids"):
+        with raises("invalid_prompt", "call generate for each|pass the text of its prompt"):
             await anext(engine.generate(prompt, params))  # type: ignore[arg-type]
     aborting = engine.generate("98 + 25 =", LONG, "a")
     begun = await anext(aborting)

@@ -29,6 +29,7 @@ from nano_inference import (
 )
 from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import ConfigError
+from nano_inference.pipeline.engine_requests import prompt_of
 from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
@@ -460,6 +461,18 @@ def test_prompt_of_a_wrong_type_is_refused(engine: InferenceEngine, prompt: Any,
     with raises("invalid_prediction"):
         engine.generate(["1 + 1 ="], TWO_TOKENS, predictions=[prediction])
     assert not engine.has_pending()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([{"role": "user", "content": "hi"}], r"by ChatRenderer\(model\).render\(messages\)"),
+        ({"prompt_token_ids": [1]}, "pass the list of its prompt_token_ids"),
+    ],
+)
+def test_prompts_of_other_engines_are_refused_with_the_form_here(prompt: Any, says: str) -> None:
+    with raises("invalid_prompt", says):
+        prompt_of(prompt)
 
 
 @pytest.mark.parametrize("prompts", ["abc", b"abc", 7, None, {"a": 1}, np.array(5), np.array(b"a")])

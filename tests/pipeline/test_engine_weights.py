@@ -19,6 +19,7 @@ from nano_inference import (
     WeightsError,
     WeightsGroup,
 )
+from nano_inference.bus.weights import source_of
 
 from .. import oracle
 from .builders import State, raises
@@ -26,6 +27,19 @@ from .builders import State, raises
 PROMPT = [60, 61, 62]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 LIMIT_S = 60.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (torch.nn.Linear(1, 1), r"pass model.state_dict\(\)"),
+        (torch.nn.Linear(1, 1).named_parameters(), r"pass dict\(…\)"),
+        (7, "pass one of these"),
+    ],
+)
+def test_other_forms_of_weights_are_refused_with_the_form_here(weights: Any, says: str) -> None:
+    with pytest.raises(WeightsError, match=says), source_of(weights):
+        pass
 
 
 @pytest.fixture

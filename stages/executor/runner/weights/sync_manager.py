@@ -343,10 +343,13 @@ class WeightSyncManager:
             ),
         ):
             if names:
+                remedy = remedy_for(new_weights, own)
+                if not unknown and len(missing) < len(own):
+                    remedy += ", or partial=True to keep the missing ones"
                 raise WeightsError(
                     f"the new weights don't fit: {number_of(len(names))} that the model "
                     f"{kind}, such as {shown(names[0])}",
-                    remedy=remedy_for(new_weights, own),
+                    remedy=remedy,
                 )
         layout = self.shards.layout
         received = (each for each in new_weights.values() if isinstance(each, NewShard))

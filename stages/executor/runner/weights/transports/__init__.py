@@ -65,11 +65,7 @@ def fetch(
                 if data
             }
         case _:
-            raise WeightsError(
-                "new weights are a state dict, a WeightDelta, FolderWeights(path), "
-                "SharedWeights(...).source or WeightsGroup(...).broadcast(...).source, not "
-                f"{type(source).__name__}; pass one of these"
-            )
+            raise AssertionError(f"{type(source).__name__} is fetched elsewhere")
 
 
 def fetch_each(

@@ -64,7 +64,7 @@ NORM = "model.norm.weight"  # the last tensor of a model, so that the others wou
     ("spoil", "message"),
     [
         (dict.clear, "missing"),
-        (lambda state: state.pop(NORM), r"missing, such as 'model.norm.weight'"),
+        (lambda state: state.pop(NORM), r"'model.norm.weight'; .*, or partial=True"),
         (
             lambda state: state.update({"model.norm.bias": torch.zeros(1)}),
             r"does not have, such as 'model.norm.bias'",

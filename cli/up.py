@@ -130,8 +130,8 @@ def up(
         url = url_of(config, http_port) if config.gateway.listens else None
         if config.bus.url == "memory":
             # Registered before its server answers, so that commands wait for the password.
-            own = replace(config, bus=replace(config.bus, url=embedded_url(port)))
-            stack.enter_context(registered(record("up", own, url, embedded=True)))
+            at_port = replace(config, bus=replace(config.bus, url=embedded_url(port)))
+            stack.enter_context(registered(record("up", at_port, url, embedded=True)))
             bus = stack.enter_context(embedded_server(port))
             config = load_config(options.config_file, overrides=overrides | {"bus.url": bus})
         else:

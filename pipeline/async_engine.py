@@ -164,7 +164,8 @@ class AsyncEngine:
             from ..config.other_names import unknown_argument
 
             known = {*_FIELDS, "sampling_params"}
-            raise unknown_argument("AsyncEngine.generate", fields, known) or AssertionError
+            structs = {"sampling_params": SamplingParams}
+            raise unknown_argument("AsyncEngine.generate", fields, known, structs) or AssertionError
         params = sampling_params or SamplingParams()
         request = GenerateRequest(
             **prompt_fields(_one_prompt(prompt)),

@@ -96,7 +96,11 @@ _ATTRIBUTES = {
 
 
 def unknown_argument(
-    what: str, given: Mapping[str, Any], known: Iterable[str], settings: Sequence[str] = ()
+    what: str,
+    given: Mapping[str, Any],
+    known: Iterable[str],
+    settings: Sequence[str] = (),
+    sampling: Sequence[str] = (),
 ) -> TypeError | None:
     """Return the error for the first given argument that is not known; None if all are.
 
@@ -105,11 +109,14 @@ def unknown_argument(
         given: The arguments by name.
         known: The names that it has.
         settings: Names that its argument `config` has.
+        sampling: Names that its argument `sampling_params` has.
     """
     known = list(known)
     for name in given:
         if name not in known:
-            instead = _instead(name, given[name], known, settings if "config" in known else ())
+            instead = _instead(
+                name, given[name], known, settings if "config" in known else (), sampling
+            )
             return TypeError(f"{what} has no {field_name(name)}; {instead}")
     return None
 
@@ -133,17 +140,17 @@ def plain_signature(kind: type, whole: Signature) -> Signature:
     return whole.replace(parameters=parameters)
 
 
-def _instead(name: str, value: Any, known: list[str], settings: Sequence[str]) -> str:
+def _instead(
+    name: str, value: Any, known: list[str], settings: Sequence[str], sampling: Sequence[str]
+) -> str:
     names = _SAME.get(name, "").split()
     for same in names:
         if same in known:
             return f"say {same}={_shown(value)}"
     other = _OTHER.get(name, "")
     if "sampling_params" in known:
-        from .sampling import SamplingParams
-
         for field in (name, *names):
-            if field in SamplingParams.__struct_fields__:
+            if field in sampling:
                 return f"say sampling_params=SamplingParams({field}={_shown(value)})"
         if other.startswith("say constraint="):
             return f"say sampling_params=SamplingParams({other.removeprefix('say ')})"

@@ -34,12 +34,13 @@ def says_other_names(method: _Call) -> _Call:
         try:
             return method(*args, **more)
         except TypeError:
-            from ..config import EngineConfig
+            from ..config import EngineConfig, SamplingParams
             from ..config.other_names import unknown_argument
 
             what = method.__qualname__.removesuffix(".__init__")
             known = inspect.signature(method).parameters
-            if unknown := unknown_argument(what, more, known, EngineConfig.__struct_fields__):
+            fields = EngineConfig.__struct_fields__, SamplingParams.__struct_fields__
+            if unknown := unknown_argument(what, more, known, *fields):
                 raise unknown from None
             raise
 

@@ -4,7 +4,7 @@ of vLLM and SGLang, and the nearest name."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from .quoting import MOST_SHOWN, field_name, shown
@@ -96,7 +96,11 @@ _ATTRIBUTES = {
 
 
 def unknown_argument(
-    what: str, given: Mapping[str, Any], known: Iterable[str], structs: Mapping[str, Any] = {}
+    what: str,
+    given: Mapping[str, Any],
+    known: Iterable[str],
+    settings: Sequence[str] = (),
+    sampling: Sequence[str] = (),
 ) -> TypeError | None:
     """Return the error for the first given argument that is not known; None if all are.
 
@@ -104,12 +108,15 @@ def unknown_argument(
         what: The class or call, for the message.
         given: The arguments by name.
         known: The names that it has.
-        structs: Types of its arguments `config` and `sampling_params`.
+        settings: Names that its argument `config` has.
+        sampling: Names that its argument `sampling_params` has.
     """
     known = list(known)
     for name in given:
         if name not in known:
-            instead = _instead(name, given[name], known, structs)
+            instead = _instead(
+                name, given[name], known, settings if "config" in known else (), sampling
+            )
             return TypeError(f"{what} has no {field_name(name)}; {instead}")
     return None
 
@@ -133,22 +140,24 @@ def plain_signature(kind: type, whole: Signature) -> Signature:
     return whole.replace(parameters=parameters)
 
 
-def _instead(name: str, value: Any, known: list[str], structs: Mapping[str, Any]) -> str:
+def _instead(
+    name: str, value: Any, known: list[str], settings: Sequence[str], sampling: Sequence[str]
+) -> str:
     names = _SAME.get(name, "").split()
     for same in names:
         if same in known:
             return f"say {same}={_shown(value)}"
     other = _OTHER.get(name, "")
-    if "sampling_params" in structs and "sampling_params" in known:
+    if "sampling_params" in known:
         for field in (name, *names):
-            if field in structs["sampling_params"].__struct_fields__:
+            if field in sampling:
                 return f"say sampling_params=SamplingParams({field}={_shown(value)})"
         if other.startswith("say constraint="):
             return f"say sampling_params=SamplingParams({other.removeprefix('say ')})"
     if other:
         return other
-    for setting in (name, *names) if "config" in structs and "config" in known else ():
-        if setting in structs["config"].__struct_fields__:
+    for setting in (name, *names):
+        if setting in settings:
             return f"pass EngineConfig({setting}={_shown(value)})"
     near = difflib.get_close_matches(name[:MOST_SHOWN], known, n=1)
     return f"did you mean {near[0]!r}?" if near else "leave it out"

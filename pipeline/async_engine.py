@@ -164,8 +164,9 @@ class AsyncEngine:
             from ..config.other_names import unknown_argument
 
             known = {*_FIELDS, "sampling_params"}
-            structs = {"sampling_params": SamplingParams}
-            raise unknown_argument("AsyncEngine.generate", fields, known, structs) or AssertionError
+            sampling = SamplingParams.__struct_fields__
+            unknown = unknown_argument("AsyncEngine.generate", fields, known, (), sampling)
+            raise unknown or AssertionError
         params = sampling_params or SamplingParams()
         request = GenerateRequest(
             **prompt_fields(_one_prompt(prompt)),

@@ -39,8 +39,8 @@ def says_other_names(method: _Call) -> _Call:
 
             what = method.__qualname__.removesuffix(".__init__")
             known = inspect.signature(method).parameters
-            structs = {"config": EngineConfig, "sampling_params": SamplingParams}
-            if unknown := unknown_argument(what, more, known, structs):
+            fields = EngineConfig.__struct_fields__, SamplingParams.__struct_fields__
+            if unknown := unknown_argument(what, more, known, *fields):
                 raise unknown from None
             raise
 

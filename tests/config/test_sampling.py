@@ -92,7 +92,9 @@ def test_names_of_other_engines_are_translated(kind: type, given: dict[str, Any]
 def test_sampling_parameters_of_a_call_belong_into_sampling_params(
     given: dict[str, Any], says: str
 ) -> None:
-    error = unknown_argument("generate", given, ["prompts", "sampling_params"])
+    error = unknown_argument(
+        "generate", given, ["prompts", "sampling_params"], (), SamplingParams.__struct_fields__
+    )
     assert str(error).endswith(f"; say sampling_params=SamplingParams({says})")
 
 

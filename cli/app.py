@@ -247,6 +247,7 @@ _BOUNDS = {"greater_than_equal": ("ge", "at least"), "less_than_equal": ("le", "
 
 _OF_OTHERS = {
     "bench": "benchmarks/ has programs that measure",
+    "generate": "'nano-inference submit' sends a prompt",
     "ls": "'nano-inference list' lists them",
     "rm": "a pulled model is a folder; delete it",
     "show": "'nano-inference list' shows them",

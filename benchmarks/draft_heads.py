@@ -6,7 +6,7 @@
 An EAGLE-3 head for `models/tiny` is trained on that model's own probabilities over its training
 text, two positions ahead and then, over its own states, one further at a time (`DEPTH` in all); or
 read from `--head`, where it is written otherwise. Then the model answers held-out prompts with the
-head alone as the source of drafts: forced, whatever it costs, for its acceptance; and as measured
+head alone as the source of drafts: forced at any cost, for its acceptance; and as measured
 costs decide. `x off` is tokens per second over those without, of engines in turn.
 """
 

@@ -123,10 +123,8 @@ def unknown_argument(
 
 def unknown_attribute(owner: object, name: str) -> AttributeError:
     """Return the error for an attribute that an engine doesn't have."""
-    instead = _ATTRIBUTES.get(name)
-    message = (
-        f"{type(owner).__name__} has no {field_name(name)}{(instead and f'; {instead}') or ''}"
-    )
+    instead = f"; {_ATTRIBUTES[name]}" if name in _ATTRIBUTES else ""
+    message = f"{type(owner).__name__} has no {field_name(name)}{instead}"
     return AttributeError(message, name=name, obj=owner)
 
 

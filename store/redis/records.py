@@ -83,7 +83,10 @@ class RedisRecords(Commands):
         return [(int(length), last) for length, last in rows]
 
     async def _together(self, commands: Sequence[Command], raise_on_error: bool) -> list[Any]:
-        """Send commands in a round trip that other callers may share."""
+        """Send commands in a round trip that other callers may share. In a cluster it is theirs
+        alone: a node that fails is no trouble of callers of others."""
+        if self.server.is_cluster:
+            return await execute_all(self.redis, commands, raise_on_error)
         trip = self._next
         first = len(trip.commands)
         trip.commands += commands

@@ -93,9 +93,9 @@ def test_cancelling_an_unknown_request_says_so(
     run: Run, place: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.cli.cancel._LOOKS_S", (0.0,))
-    ran = run("cancel", "nobody", *place)
+    ran = run("cancel", "unknown", *place)
     assert (ran.status, ran.stdout) == (1, "")
-    assert "no request 'nobody' is in flight here" in ran.stderr
+    assert "no request 'unknown' is in flight here" in ran.stderr
 
 
 # --- nobody there -------------------------------------------------------------------------------

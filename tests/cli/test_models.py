@@ -135,7 +135,7 @@ def test_fairness_is_shown_of_all_and_set_of_one(run: Run) -> None:
 
 def test_cancelling_an_unknown_request_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.cli.cancel._LOOKS_S", (0.0,))
-    assert run("cancel", "nobody").status == 1
+    assert run("cancel", "unknown").status == 1
 
 
 # --- looking ----------------------------------------------------------------------------------

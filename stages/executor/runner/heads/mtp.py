@@ -1,7 +1,7 @@
 """MTP heads (multi-token prediction) in a model's own checkpoint, which Transformers ignores.
 
 A head is a model of the family with one layer, its input a token's embedding and a hidden state in
-one product. Two layouts are known, whatever the family: `mtp.*` (Qwen3-Next, Qwen3.5), and a layer
+one product. There are two layouts, in any family: `mtp.*` (Qwen3-Next, Qwen3.5), and a layer
 after the last with `eh_proj` (DeepSeek V3, GLM-4.5). Of several heads, the first is used.
 """
 

@@ -97,8 +97,8 @@ class Workload:
         rate: Arrivals per second (Poisson); 0 is all at once.
         top_p: Less than 1 restricts the choice.
         uniform: Lengths of prompts are uniform instead.
-        constraint: Form of the texts: "json", "regex" or "choice".
-        size: Records of the JSON, or words of the others; each has at least one token.
+        constraint: Form of the texts, one of `KINDS`.
+        size: Records of the JSON, dates or words; each has at least one token.
         fresh: Every run has a grammar that no run had before.
         text: Known text of the model K: with "edited" the prompt has it with one token in twenty
             changed, with "new" it has nothing of it.
@@ -126,7 +126,7 @@ class Workload:
         return 0 < self.size < self.new_tokens[1]
 
 
-KINDS = ("json", "regex", "choice")
+KINDS = ("json", "dates", "words", "choice")
 
 WORKLOADS = {
     "W1": Workload(1, 128, 128, (64, 64)),
@@ -142,8 +142,8 @@ WORKLOADS = {
     "W8": Workload(64, 64, 64, (16, 16)),
     # Without a constraint, for the ratios; with one, in texts too long to end; the first token
     # by a known grammar and by a new one; and whole texts, for their validity.
-    "any": Workload(16, 32, 32, (24, 24)),
-    **{kind: Workload(16, 32, 32, (24, 24), constraint=kind, size=30) for kind in KINDS},
+    "any": Workload(4, 32, 32, (16, 16)),
+    **{kind: Workload(4, 32, 32, (16, 16), constraint=kind, size=30) for kind in KINDS},
     "any-first": Workload(1, 16, 16, (2, 2)),
     **{
         f"{kind}-first{'-new' * fresh}": Workload(
@@ -180,7 +180,8 @@ class Request:
 
 def constraint_of(kind: str, size: int, number: int) -> dict[str, Any]:
     """Return a `json_schema`, `regex` or `choice`; the last two also as `gbnf`, which is all that
-    llama.cpp has. Grammars of different numbers differ."""
+    llama.cpp has. Few tokens continue a date, and nearly every one a word. Grammars of different
+    numbers differ."""
     if kind == "json":
         record = object_schema(
             {
@@ -192,7 +193,14 @@ def constraint_of(kind: str, size: int, number: int) -> dict[str, Any]:
         )
         items = {"items": record, "minItems": size, "maxItems": size}
         return {"json_schema": {"type": "array", **items}}
-    if kind == "regex":
+    if kind == "dates":
+        year = 4 + number
+        return {
+            "regex": f"([0-9]{{{year}}}-[0-9]{{2}}-[0-9]{{2}}, ){{{size}}}",
+            "gbnf": f"root ::= date{{{size}}}\n"
+            f'date ::= [0-9]{{{year}}} "-" [0-9]{{2}} "-" [0-9]{{2}} ", "',
+        }
+    if kind == "words":
         longest = 12 + number
         return {
             "regex": f"([a-z]{{2,{longest}}} ){{{size}}}",

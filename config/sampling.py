@@ -26,8 +26,24 @@ MAX_PROMPT_TARGETS = 1024
 """Most targets at a position of a prompt."""
 
 
-class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Constrained decoding: exactly one of these. docs/constraints.md.
+class _CheckedWhenCalled(SettingsMeta):
+    """Checks the parameters that Python callers make. Decoding and `msgspec.structs.replace` don't
+    call the class, so admission checks them again."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        made = super().__call__(*args, **fields)
+        made.check_call()
+        return made
+
+
+class Constraint(
+    Settings,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    metaclass=_CheckedWhenCalled,
+):
+    """Constrained decoding: exactly one of these, or ParameterError. docs/constraints.md.
 
     Attributes:
         json_object: Any JSON object.
@@ -44,6 +60,41 @@ class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_default
     choice: tuple[str, ...] | None = None
     lark: str | None = None
     gbnf: str | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The fields that are set."""
+        return [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+
+    def check_call(self) -> None:
+        """Check types and `check_kind`. Raises ParameterError."""
+        from .sampling_checks import check_type
+
+        for name in self.kinds:
+            value = getattr(self, name)
+            # A schema may be of any size, or refer to itself.
+            if name != "json_schema" or not isinstance(value, dict):
+                check_type(f"constraint.{name}", value, _KINDS[name], None)
+        self.check_kind()
+
+    def check_kind(self) -> None:
+        """Check that it has one kind, and of choices one at least.
+
+        Raises:
+            ParameterError: invalid_constraint.
+        """
+        wrong = ""
+        if len(self.kinds) != 1:
+            found = " and ".join(self.kinds) or "no kind"
+            wanted = ", ".join(self.__struct_fields__)
+            wrong = f"constraint has {found}; give exactly one of {wanted}"
+        elif self.choice is not None and not (self.choice and all(self.choice)):
+            wrong = "constraint.choice must be texts that are not empty, one at least"
+        if wrong:
+            raise ParameterError(wrong, param="constraint", code="invalid_constraint")
+
+
+_KINDS = get_type_hints(Constraint)
 
 
 class Parameter(NamedTuple):
@@ -65,20 +116,6 @@ class Parameter(NamedTuple):
 
 _ANY_PENALTY = Range("from -2 to 2; 0 is off", -2, 2)
 _NO_BIAS: FrozenDict[int, float] = FrozenDict()
-
-
-class _CheckedWhenCalled(SettingsMeta):
-    """Checks the parameters that Python callers make. Decoding and `msgspec.structs.replace` don't
-    call the class, so admission checks them again."""
-
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
-        params = super().__call__(*args, **fields)
-        for name in compress(_FIELDS, map(is_not, _all_of(params), _ALL_DEFAULTS)):
-            from .sampling_checks import take
-
-            take(params, name, TYPES[name], RANGES.get(name))
-        check_ranges(params)
-        return params
 
 
 class SamplingParams(Settings, frozen=True, omit_defaults=True, metaclass=_CheckedWhenCalled):
@@ -313,6 +350,14 @@ class SamplingParams(Settings, frozen=True, omit_defaults=True, metaclass=_Check
         if self.prompt_logprob_token_ids is None:
             return None
         return sum(each >= 0 for each in chain.from_iterable(self.prompt_logprob_token_ids))
+
+    def check_call(self) -> None:
+        """Check types and ranges. Raises ParameterError."""
+        for name in compress(_FIELDS, map(is_not, _all_of(self), _ALL_DEFAULTS)):
+            from .sampling_checks import take
+
+            take(self, name, TYPES[name], RANGES.get(name))
+        check_ranges(self)
 
     def __post_init__(self) -> None:
         """Copy collections, so that a caller who changes its own does not change these.

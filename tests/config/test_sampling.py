@@ -48,6 +48,22 @@ def test_a_wrong_parameter_is_refused_when_it_is_made(case: str) -> None:
     assert isinstance(refused.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "constraint has no kind; give exactly one of json_object, json_schema, regex"),
+        ({"json_object": True, "regex": "a"}, "has json_object and regex; give exactly one"),
+        ({"regex": 5}, "constraint.regex is 5; it must be a text"),
+        ({"choice": "ab"}, "constraint.choice is 'ab'; it must be a list"),
+        ({"choice": ["a", ""]}, "choice must be texts that are not empty"),
+        ({"json_schema": [1]}, "json_schema is a list; it must be a text or an object"),
+    ],
+)
+def test_a_wrong_constraint_is_refused_when_it_is_made(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Constraint(**given)
+
+
 def test_numbers_of_numpy_and_torch_become_pythons() -> None:
     given = SamplingParams(
         temperature=np.float32(0.5),

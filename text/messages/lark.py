@@ -127,9 +127,7 @@ def answer_of(constraint: Constraint) -> str:
     Raises:
         RequestError: invalid_constraint.
     """
-    fields = msgspec.structs.asdict(constraint)
-    if sum(value not in (None, False) for value in fields.values()) != 1:
-        raise _invalid(f"a constraint must be exactly one of {', '.join(fields)}")
+    constraint.check_kind()
     if constraint.json_object:
         return json_of(ANY_OBJECT)
     if constraint.json_schema is not None:
@@ -137,8 +135,6 @@ def answer_of(constraint: Constraint) -> str:
     if constraint.regex is not None:
         return regex(constraint.regex)
     if constraint.choice is not None:
-        if not (constraint.choice and all(constraint.choice)):
-            raise _invalid("constraint.choice must be texts that are not empty, one at least")
         return f"({' | '.join(map(quoted, constraint.choice))})"
     if constraint.gbnf is not None:
         try:

@@ -424,10 +424,14 @@ def check_ranges(params: SamplingParams) -> None:
             invalid_max_draft_tokens.
     """
     # NaN differs from every default.
-    for name in compress(RANGES, map(ne, _numbers_of(params), _NUMBERS)):
-        value, allowed = getattr(params, name), RANGES[name]
-        if value is not None and not allowed.holds(value):
-            raise outside(name, value, allowed.wanted)
+    wrong = [
+        outside(name, value, RANGES[name].wanted)
+        for name in compress(RANGES, map(ne, _numbers_of(params), _NUMBERS))
+        if (value := getattr(params, name)) is not None and not RANGES[name].holds(value)
+    ]
+    if wrong:  # all at once, by the code of the first
+        message = "; ".join(error.message for error in wrong)
+        raise ParameterError(message, param=wrong[0].param, code=wrong[0].code)
     if params.stop or params.logit_bias:
         from .sampling_checks import check_logit_bias, check_stop
 

@@ -24,6 +24,7 @@ from ..errors import raises
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a range": ({"temperature": -1}, "invalid_temperature", "is -1; it must be 0 .greedy. or"),
+    "two": ({"top_p": 7, "min_p": 2}, "invalid_top_p", "top_p is 7; .*; min_p is 2; it must be"),
     "nan": ({"top_p": float("nan")}, "invalid_top_p", "top_p is nan; it must be above 0"),
     "text": ({"temperature": "hot"}, "invalid_temperature", "is 'hot'; it must be a number"),
     "a fraction": ({"max_tokens": 1.5}, "invalid_max_tokens", "is 1.5; it must be a whole number"),

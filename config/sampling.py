@@ -12,8 +12,6 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 
 from .base import FrozenDict, Range, Settings, SettingsMeta
-from .errors import ParameterError
-from .quoting import shown
 
 MAX_INT64 = 2**63 - 1
 
@@ -36,13 +34,7 @@ class _CheckedWhenCalled(SettingsMeta):
         return made
 
 
-class Constraint(
-    Settings,
-    frozen=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    metaclass=_CheckedWhenCalled,
-):
+class Constraint(Settings, frozen=True, omit_defaults=True, metaclass=_CheckedWhenCalled):
     """Constrained decoding: exactly one of these, or ParameterError. docs/constraints.md.
 
     Attributes:
@@ -61,40 +53,11 @@ class Constraint(
     lark: str | None = None
     gbnf: str | None = None
 
-    @property
-    def kinds(self) -> list[str]:
-        """The fields that are set."""
-        return [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
-
     def check_call(self) -> None:
-        """Check types and `check_kind`. Raises ParameterError."""
-        from .sampling_checks import check_type
+        """Raises ParameterError: a type is wrong, or not exactly one kind is given."""
+        from .sampling_checks import check_constraint
 
-        for name in self.kinds:
-            value = getattr(self, name)
-            # A schema may be of any size, or refer to itself.
-            if name != "json_schema" or not isinstance(value, dict):
-                check_type(f"constraint.{name}", value, _KINDS[name], None)
-        self.check_kind()
-
-    def check_kind(self) -> None:
-        """Check that it has one kind, and of choices one at least.
-
-        Raises:
-            ParameterError: invalid_constraint.
-        """
-        wrong = ""
-        if len(self.kinds) != 1:
-            found = " and ".join(self.kinds) or "no kind"
-            wanted = ", ".join(self.__struct_fields__)
-            wrong = f"constraint has {found}; give exactly one of {wanted}"
-        elif self.choice is not None and not (self.choice and all(self.choice)):
-            wrong = "constraint.choice must be texts that are not empty, one at least"
-        if wrong:
-            raise ParameterError(wrong, param="constraint", code="invalid_constraint")
-
-
-_KINDS = get_type_hints(Constraint)
+        check_constraint(self)
 
 
 class Parameter(NamedTuple):
@@ -424,29 +387,12 @@ def check_ranges(params: SamplingParams) -> None:
             invalid_max_draft_tokens.
     """
     # NaN differs from every default.
-    wrong = [
-        outside(name, value, RANGES[name].wanted)
-        for name in compress(RANGES, map(ne, _numbers_of(params), _NUMBERS))
-        if (value := getattr(params, name)) is not None and not RANGES[name].holds(value)
-    ]
-    if wrong:  # all at once, by the code of the first
-        message = "; ".join(error.message for error in wrong)
-        raise ParameterError(message, param=wrong[0].param, code=wrong[0].code)
-    if params.stop or params.logit_bias:
-        from .sampling_checks import check_logit_bias, check_stop
+    changed = compress(RANGES, map(ne, _numbers_of(params), _NUMBERS))
+    numbers = {name: getattr(params, name) for name in changed}
+    wrong = [n for n, value in numbers.items() if not (value is None or RANGES[n].holds(value))]
+    endless = params.constraint is not None and (params.ignore_eos or params.min_tokens)
+    fits = 0 <= params.min_tokens <= params.max_tokens
+    if wrong or params.stop or params.logit_bias or endless or not fits:
+        from .sampling_checks import check_rare
 
-        check_stop(params.stop)
-        check_logit_bias(params.logit_bias)
-    if not 0 <= params.min_tokens <= params.max_tokens:
-        wanted = f"from 0 to max_tokens ({shown(params.max_tokens)})"
-        raise outside("min_tokens", params.min_tokens, wanted)
-    if params.constraint is not None and (params.ignore_eos or params.min_tokens):
-        from .sampling_checks import endless
-
-        raise endless()
-
-
-def outside(name: str, value: object, wanted: str) -> ParameterError:
-    """Return the error for a number outside its range."""
-    message = f"{name} is {shown(value)}; it must be {wanted}"
-    return ParameterError(message, param=name, code=f"invalid_{name}")
+        check_rare(params, {name: RANGES[name].wanted for name in wrong})

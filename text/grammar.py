@@ -23,7 +23,16 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from ..config import MOST_SHOWN, Constraint, EngineConfig, ModelError, RequestError, cut, shown
+from ..config import (
+    MOST_SHOWN,
+    Constraint,
+    EngineConfig,
+    ModelError,
+    RequestError,
+    cut,
+    sampling_checks,
+    shown,
+)
 from .grammar_tokenizer import grammar_tokenizer, spellings
 from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 
@@ -139,17 +148,18 @@ def invalid(message: str) -> RequestError:
 
 def kind_of(constraint: Constraint) -> str:
     """Return the constraint's kind for telemetry: its field's name, or "none"."""
-    kinds = constraint.kinds
-    return kinds[0] if len(kinds) == 1 else "none"
+    with suppress(RequestError):
+        return sampling_checks.kind_of(constraint)
+    return "none"
 
 
 def plain(constraint: Constraint) -> Constraint:
     """Return the constraint with every value as text.
 
     Raises:
-        RequestError: invalid_constraint: as `Constraint.check_kind`, or a schema can't be JSON.
+        RequestError: invalid_constraint: as `sampling_checks.kind_of`, or a schema can't be JSON.
     """
-    constraint.check_kind()
+    sampling_checks.kind_of(constraint)
     if constraint.json_schema is None:
         return constraint
     schema = constraint.json_schema

@@ -33,7 +33,7 @@ def commands(section: str | None = None) -> list[str]:
     if section is not None:
         _, _, text = PAGE.partition(f"\n## {section}\n")
         text, _, _ = text.partition("\n## ")
-    fences = re.findall(r"^(<!-- untested: .+ -->\n)?```\n(.*?)^```", text, re.M | re.S)
+    fences = re.findall(r"^(<!-- untested: [^\n]+ -->\n)?```\n(.*?)^```", text, re.M | re.S)
     lines = [line for reason, fence in fences if not reason for line in fence.splitlines()]
     return [line.removeprefix("$ ") for line in lines if line.startswith(("$ ", "# "))]
 

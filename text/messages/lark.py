@@ -10,6 +10,7 @@ import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from ...config import Constraint, RequestError
+from ...config.sampling_checks import kind_of
 from ..schemas import without_words
 
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"[ \n\r\t]{1,8}"}
@@ -127,7 +128,7 @@ def answer_of(constraint: Constraint) -> str:
     Raises:
         RequestError: invalid_constraint.
     """
-    constraint.check_kind()
+    kind_of(constraint)
     if constraint.json_object:
         return json_of(ANY_OBJECT)
     if constraint.json_schema is not None:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 
 from .base import FrozenDict, Range, Settings, SettingsMeta
+from .errors import ParameterError
+from .quoting import shown
 
 MAX_INT64 = 2**63 - 1
 
@@ -387,12 +389,18 @@ def check_ranges(params: SamplingParams) -> None:
             invalid_max_draft_tokens.
     """
     # NaN differs from every default.
-    changed = compress(RANGES, map(ne, _numbers_of(params), _NUMBERS))
-    numbers = {name: getattr(params, name) for name in changed}
-    wrong = [n for n, value in numbers.items() if not (value is None or RANGES[n].holds(value))]
-    endless = params.constraint is not None and (params.ignore_eos or params.min_tokens)
-    fits = 0 <= params.min_tokens <= params.max_tokens
-    if wrong or params.stop or params.logit_bias or endless or not fits:
+    wrong = [
+        outside(name, value, RANGES[name].wanted)
+        for name in compress(RANGES, map(ne, _numbers_of(params), _NUMBERS))
+        if (value := getattr(params, name)) is not None and not RANGES[name].holds(value)
+    ]
+    if wrong or params.min_tokens or params.stop or params.logit_bias or params.constraint:
         from .sampling_checks import check_rare
 
-        check_rare(params, {name: RANGES[name].wanted for name in wrong})
+        check_rare(params, wrong)
+
+
+def outside(name: str, value: object, wanted: str) -> ParameterError:
+    """Return the error for a number outside its range."""
+    message = f"{name} is {shown(value)}; it must be {wanted}"
+    return ParameterError(message, param=name, code=f"invalid_{name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 import msgspec
@@ -114,25 +114,23 @@ def kind_of(constraint: Any) -> str:
     return kinds[0]
 
 
-def check_rare(params: Any, outside: Mapping[str, str]) -> None:
+def check_rare(params: Any, outside: Sequence[ParameterError]) -> None:
     """Check what few SamplingParams have.
 
     Args:
         params: The parameters.
-        outside: The range of each number that is outside of it, by name.
+        outside: The errors of their numbers.
 
     Raises:
-        ParameterError: As `check_ranges`; for several numbers with the code of the first.
+        ParameterError: As `check_ranges`; of several numbers with the code of the first.
     """
-    if not outside and not 0 <= params.min_tokens <= params.max_tokens:
-        outside = {"min_tokens": f"from 0 to max_tokens ({shown(params.max_tokens)})"}
     if outside:
-        first, *_ = outside
-        wrong = (
-            f"{name} is {shown(getattr(params, name))}; it must be {wanted}"
-            for name, wanted in outside.items()
-        )
-        raise ParameterError("; ".join(wrong), param=first, code=f"invalid_{first}")
+        message = "; ".join(error.message for error in outside)
+        raise ParameterError(message, param=outside[0].param, code=outside[0].code)
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        limit = f"it must be from 0 to max_tokens ({shown(params.max_tokens)})"
+        what = f"min_tokens is {shown(params.min_tokens)}"
+        raise ParameterError(what, limit, param="min_tokens", code="invalid_min_tokens")
     _check_stop(params.stop)
     _check_logit_bias(params.logit_bias)
     if params.constraint is not None and (params.ignore_eos or params.min_tokens):

@@ -3,6 +3,7 @@
     python benchmarks/batches.py --part kills [--lines 5000] [--kills 20] [--apart 12] [--json FILE]
     python benchmarks/batches.py --part beside [--seconds 20] [--clients 4] [--turns 3]
     python benchmarks/batches.py --part throughput [--lines 1000] [--tokens 32] [--turns 3]
+    python benchmarks/batches.py --part large [--lines 1000000] [--seconds 20]
 
 `kills`: a lane of five processes and two gateways over a Redis server with an append-only file.
 While the batch runs, gateways, stages and the server are killed (SIGKILL) at equal distances of its
@@ -16,6 +17,9 @@ the second is refused. "recomputed" are the tokens that the engine has computed 
 same server. The gaps between their tokens are compared.
 
 `throughput`: the time of a batch on `serve`, and of `generate` on the same prompts, in turns.
+
+`large`: OpenAI's client uploads a file of many short lines in parts, makes a batch of it, lets it
+run for a while, lists and cancels it; the seconds of each and the gateway's most memory meanwhile.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,6 +49,7 @@ from chaos_rig import STAGES, Deployment, RedisServer, patiently, running_deploy
 from harness import (
     free_port,
     free_ports,
+    memory_mb,
     options,
     percentile,
     print_table,
@@ -438,10 +443,79 @@ async def throughput(folder: Path, turns: int, lines: int, tokens: int) -> dict[
     return {"each": seconds, **medians, "share": medians["generate"] / medians["batch"]}
 
 
+# --- a large file --------------------------------------------------------------------------------
+
+
+async def large(folder: Path, lines: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Return the time and the gateway's peak memory of each call, and of the lines' run."""
+    import openai
+
+    line = '{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": %s}\n'
+    body = json.dumps({"model": "tiny", "prompt": "1 + 1 =", "max_tokens": 1})
+    content = "".join(line % (n, body) for n in range(lines)).encode()
+    rows: dict[str, dict[str, float]] = {}
+    async with deployed(folder, 1, {}) as (server, _, gateways):
+        pid = gateways[0].process.pid
+
+        @contextmanager
+        def measured(name: str) -> Iterator[None]:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+            started = time.perf_counter()
+            yield
+            peak = memory_mb(pid, "status", "VmHWM:")
+            rows[name] = {"seconds": time.perf_counter() - started, "gateway_mb": peak}
+
+        url = f"{gateways[0].url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=600) as client:
+            with measured("nothing"):
+                await asyncio.sleep(1)
+            with measured("upload"):
+                upload = await client.uploads.upload_file_chunked(
+                    file=content,
+                    filename="in.jsonl",
+                    bytes=len(content),
+                    mime_type="application/jsonl",
+                    purpose="batch",
+                )
+            assert upload.file is not None
+            with measured("check"):
+                batch = await client.batches.create(
+                    input_file_id=upload.file.id,
+                    endpoint="/v1/completions",
+                    completion_window="24h",
+                )
+                while batch.status == "validating":
+                    await asyncio.sleep(LOOK_S / 4)
+                    batch = await client.batches.retrieve(batch.id)
+            with measured("run"):
+                await asyncio.sleep(seconds)
+            with measured("list"):
+                (batch,) = (await client.batches.list()).data
+                done = batch.request_counts
+            assert done is not None
+            assert (batch.status, done.total) == ("in_progress", lines)
+            with measured("cancel"):
+                while batch.status not in ENDS:
+                    if batch.status == "in_progress":
+                        batch = await client.batches.cancel(batch.id)
+                    await asyncio.sleep(LOOK_S / 4)
+                    batch = await client.batches.retrieve(batch.id)
+            assert batch.output_file_id is not None
+            with measured("results"):
+                text = (await client.files.content(batch.output_file_id)).text
+            found = [json.loads(each)["custom_id"] for each in text.splitlines()]
+            assert len({*found}) == len(found) == batch.request_counts.completed
+            rows["run"]["lines"] = done.completed
+            rows["results"]["lines"] = len(found)
+        async with redis.asyncio.Redis(port=server.port) as plain:
+            rows["upload"]["redis_mb"] = (await plain.info("memory"))["used_memory_peak"] / 2**20
+    return rows
+
+
 def main() -> int:
     arguments = options(
         __doc__,
-        part=("kills", ("kills", "beside", "throughput")),
+        part=("kills", ("kills", "beside", "throughput", "large")),
         lines=1000,
         kills=20,
         apart=12.0,
@@ -465,6 +539,11 @@ def main() -> int:
             found = asyncio.run(beside(folder, *sizes_))
             columns = {"p50, ms": "{p50_ms:.2f}", "p99, ms": "{p99_ms:.2f}", "gaps": "{gaps}"}
             print_table(columns | {"lines": "{lines_meanwhile:.0f}"}, found)
+            status = 0
+        elif arguments.part == "large":
+            found = asyncio.run(large(folder, arguments.lines, arguments.seconds))
+            columns = {"s": "{seconds:.2f}", "gateway, MiB": "{gateway_mb:.0f}"}
+            print_table(columns | {"Redis, MiB": "{redis_mb:.0f}", "lines": "{lines}"}, found)
             status = 0
         else:
             found = asyncio.run(

@@ -218,16 +218,21 @@ async def test_an_aborted_or_lost_line_runs_anew(
     assert len(engine.requests) == 2
 
 
-async def test_a_cancelled_batch_keeps_its_answers(client: AsyncOpenAI, engine: FakeEngine) -> None:
+async def test_a_cancelled_batch_keeps_its_answers(
+    client: AsyncOpenAI, app: GatewayApp, engine: FakeEngine
+) -> None:
     usual = engine.outputs
     engine.outputs = lambda request: usual(request) if "prompt 0" in str(request.prompt) else []
-    batch_id = await begun(client, *map(line, range(5)))
+    batch_id = await begun(client, *map(line, range(12)))
     await engine.until(lambda: "prompt 0" in str([each.prompt for each in engine.requests]))
     await engine.until(lambda: len(engine.ended) == 1)
     assert (await client.batches.cancel(batch_id)).status == "cancelling"
     batch = await ended(client, batch_id)
     assert batch.status == "cancelled"
     assert list(await results(client, batch.output_file_id)) == ["c0"]
+    found = await app.batches.store.read(batch_id)
+    assert found is not None
+    assert (found.counts.completed, found.counts.cancelled) == (1, 11)
     with pytest.raises(APIStatusError, match="no line is left"):
         await client.batches.cancel(batch_id)
 

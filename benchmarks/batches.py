@@ -1,7 +1,7 @@
 """Batches: every line answered once under kills; interactive requests beside one; its throughput.
 
     python benchmarks/batches.py --part kills [--lines 5000] [--kills 20] [--apart 12] [--json FILE]
-    python benchmarks/batches.py --part beside [--seconds 20] [--clients 4] [--turns 3]
+    python benchmarks/batches.py --part beside [--seconds 20] [--clients 4] [--in-flight 384]
     python benchmarks/batches.py --part throughput [--lines 1000] [--tokens 32] [--turns 3]
     python benchmarks/batches.py --part large [--lines 1000000] [--seconds 20]
 
@@ -39,7 +39,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import httpx
 import msgspec
@@ -351,42 +351,55 @@ async def entries(plain: Any) -> int:
 
 
 async def beside(
-    folder: Path, turns: int, seconds: float, clients: int, tokens: int
+    folder: Path, turns: int, seconds: float, clients: int, tokens: int, in_flight: int
 ) -> dict[str, dict[str, Any]]:
     """Return the gaps between tokens of interactive clients, without and with a batch."""
     rows: dict[str, dict[str, Any]] = {}
-    gaps: dict[str, list[list[float]]] = {"alone": [], "beside a batch": []}
+    talks: dict[str, list[Talk]] = {"alone": [], "beside a batch": []}
     done: list[int] = []
     async with (
-        deployed(folder, 1, {}) as (_, _, gateways),
+        deployed(folder, 1, {"batches.max_in_flight": in_flight}) as (_, _, gateways),
         httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=64)) as http,
     ):
         url = gateways[0].url
         batch = Batch(http, [url])
         await talk(http, url, clients, seconds / 4, tokens)
         for _ in range(turns):
-            gaps["alone"].append(await talk(http, url, clients, seconds, tokens))
+            talks["alone"].append(await talk(http, url, clients, seconds, tokens))
             await batch.begin(lines_of(50_000, 16))
             await batch.until(1)
             before = (await batch.look())["request_counts"]["completed"]
-            gaps["beside a batch"].append(await talk(http, url, clients, seconds, tokens))
+            talks["beside a batch"].append(await talk(http, url, clients, seconds, tokens))
             done.append((await batch.look())["request_counts"]["completed"] - before)
             await batch.call("POST", f"/v1/batches/{batch.id}/cancel")
             await batch.ended()
-    for name, found in gaps.items():
-        for share, head in ((0.5, "p50_ms"), (0.99, "p99_ms")):
-            values = [percentile(each, share) * 1000 for each in found]
-            row = rows.setdefault(name, {"gaps": sum(map(len, found)), "each": {}})
+    for name, found in talks.items():
+        row = rows[name] = {"gaps": sum(len(each.gaps) for each in found), "each": {}}
+        row["chats"] = sum(len(each.firsts) for each in found)
+        for head, share, kind in (
+            ("p50_ms", 0.5, "gaps"),
+            ("p99_ms", 0.99, "gaps"),
+            ("first_p50_ms", 0.5, "firsts"),
+            ("first_p99_ms", 0.99, "firsts"),
+        ):
+            values = [percentile(getattr(each, kind), share) * 1000 for each in found]
             row[head], row["each"][head] = statistics.median(values), values
     rows["beside a batch"]["lines_meanwhile"] = statistics.median(done)
     return rows
 
 
+class Talk(NamedTuple):
+    """Seconds to the first tokens of chats, and between their tokens."""
+
+    firsts: list[float]
+    gaps: list[float]
+
+
 async def talk(
     http: httpx.AsyncClient, url: str, clients: int, seconds: float, tokens: int
-) -> list[float]:
-    """Let clients chat one after another for so long; return the gaps between their tokens."""
-    gaps: list[float] = []
+) -> Talk:
+    """Let clients chat one after another for so long."""
+    found = Talk([], [])
     until = time.monotonic() + seconds
 
     async def one(number: int) -> None:
@@ -395,14 +408,16 @@ async def talk(
             turn += 1
             body = {"model": "tiny", "prompt": f"{number} {turn} cats", "stream": True}
             body |= {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            started = time.perf_counter()
             async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
                 lines = answer.aiter_lines()
                 at = [time.perf_counter() async for each in lines if each.startswith("data: {")]
-            gaps.extend(second - first for first, second in pairwise(at))
+            found.firsts.append(at[0] - started)
+            found.gaps.extend(second - first for first, second in pairwise(at))
             await asyncio.sleep(0.05)
 
     await asyncio.gather(*map(one, range(clients)))
-    return gaps
+    return found
 
 
 # --- throughput -----------------------------------------------------------------------------------
@@ -524,6 +539,7 @@ def main() -> int:
         turns=3,
         seconds=20.0,
         clients=4,
+        in_flight=384,
     ).parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
@@ -536,8 +552,9 @@ def main() -> int:
             status = int(any(found[each] for each in wrong) or not found["up_survived"])
         elif arguments.part == "beside":
             sizes_ = (arguments.turns, arguments.seconds, arguments.clients, arguments.tokens)
-            found = asyncio.run(beside(folder, *sizes_))
+            found = asyncio.run(beside(folder, *sizes_, arguments.in_flight))
             columns = {"p50, ms": "{p50_ms:.2f}", "p99, ms": "{p99_ms:.2f}", "gaps": "{gaps}"}
+            columns |= {"first p50": "{first_p50_ms:.0f}", "first p99": "{first_p99_ms:.0f}"}
             print_table(columns | {"lines": "{lines_meanwhile:.0f}"}, found)
             status = 0
         elif arguments.part == "large":

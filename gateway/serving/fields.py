@@ -23,7 +23,6 @@ import msgspec
 
 from ...bus.public import ErrorInfo
 from ...config import MAX_INT64, field_name, nearest
-from ...config.wrong_values import place_of, told_of
 from ..call import MOST_IGNORED, Call
 from ..server.http import FieldError, convert
 
@@ -257,7 +256,4 @@ def read_query(call: Call, kind: type[T]) -> T:
         kind,
         "",
     )
-    try:
-        return msgspec.convert(given, kind, strict=False, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise FieldError(told_of(error, "", given), param=place_of(error) or None) from None
+    return convert(given, kind, strict=False)

@@ -56,23 +56,23 @@ def open_exporter(endpoint: str, config: TelemetryConfig, resource: Resource) ->
     if protocol == "grpc":
         return OtlpExporter(_grpc(config), resource, receiver)
     # Importing protobuf takes time.
-    from .span_bytes import span_bytes
+    from .span_messages import span_message
 
-    return OtlpExporter(_http(config, resource), resource, receiver, span_bytes)
+    return OtlpExporter(_http(config, resource), resource, receiver, span_message)
 
 
 def _http(config: TelemetryConfig, resource: Resource) -> SpanExporter:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    from .span_bytes import Request
+    from .span_messages import Request
 
     request = Request(resource)
 
     class Exporter(OTLPSpanExporter):
-        """The library's, for encoded spans: its own encoder takes ten times as long."""
+        """The library's, for spans as messages: its own encoder takes five times as long."""
 
         def export(self, spans: Sequence[Any]) -> SpanExportResult:
-            sent = self._client.export(request.of(spans))
+            sent = self._client.export(request.encoded(spans))
             return SpanExportResult.SUCCESS if sent.success else SpanExportResult.FAILURE
 
     base = config.otlp_endpoint

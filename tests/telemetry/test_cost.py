@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from nano_inference.config import TelemetryConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import TraceContext, Tracing, names, setup_tracing
-from nano_inference.telemetry.span_bytes import span_bytes
+from nano_inference.telemetry.span_messages import span_message
 from nano_inference.telemetry.spans import FinishedSpan, finished
 
 from ..instructions import counted, instructions
@@ -55,7 +55,7 @@ def test_making_a_span() -> None:
 
 def test_encoding_a_span() -> None:
     made = spans(100)
-    encode = lambda: [*map(span_bytes, made)]  # noqa: E731
+    encode = lambda: [*map(span_message, made)]  # noqa: E731
     encode()
     assert 50 < instructions(encode, LIBRARY).total() / 100 < ENCODING_A_SPAN
 

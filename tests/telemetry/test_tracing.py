@@ -40,7 +40,7 @@ from opentelemetry.trace import SpanKind
 from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
 from nano_inference.telemetry.otlp import OtlpExporter
-from nano_inference.telemetry.span_bytes import Request, span_bytes
+from nano_inference.telemetry.span_messages import Request, span_message
 from nano_inference.telemetry.spans import finished
 from nano_inference.telemetry.trace_file import Span, read_spans
 from nano_inference.telemetry.tracing import MOST_BUFFERED
@@ -335,7 +335,7 @@ def test_all_of_a_span_arrives(http_receiver: tuple[str, Receiver]) -> None:
     assert [link.trace_id.hex() for link in spans["far"].links] == ["a" * 32, root.trace_id]
 
 
-def test_the_bytes_are_those_of_opentelemetrys_encoder() -> None:
+def test_the_messages_are_those_of_opentelemetrys_encoder() -> None:
     kept = Kept()
     tracing = Tracing(TracerProvider(), [SimpleSpanProcessor(kept)])
     root, late = tracing.begin(), 2**63 + 5
@@ -344,7 +344,7 @@ def test_the_bytes_are_those_of_opentelemetrys_encoder() -> None:
     tracing.span("root", TraceContext(), 5, 9, values, own=root, kind="server")
     tracing.span("child", PARENT, 5, late, {}, events=events, links=links, error="broken")
     made = [*finished(kept.spans)]
-    own = ExportTraceServiceRequest.FromString(Request(HERE).of(map(span_bytes, made)))
+    own = ExportTraceServiceRequest.FromString(Request(HERE).encoded([*map(span_message, made)]))
     assert own == encode_spans([span.readable(HERE) for span in made])
 
 

@@ -1,4 +1,4 @@
-"""Finished spans as OTLP's messages, at a fifth of the cost of OpenTelemetry's encoder.
+"""Finished spans as OTLP's messages, at a quarter of the cost of OpenTelemetry's encoder.
 
 https://github.com/open-telemetry/opentelemetry-proto/blob/v1.9.0/opentelemetry/proto/trace/v1/trace.proto
 """
@@ -63,7 +63,7 @@ def span_message(span: FinishedSpan) -> Span:
     """
     span.check()
     trace_id, parent_id = map(bytes.fromhex, span.trace.id_digits)
-    attributes = [_attribute(*each) for each in span.attributes.items()]
+    attributes = (_attribute(*each) for each in span.attributes.items())
     message = Span(
         trace_id=trace_id,
         span_id=span.span_id.to_bytes(8, "big"),
@@ -72,7 +72,7 @@ def span_message(span: FinishedSpan) -> Span:
         kind=_KINDS[span.kind],
         start_time_unix_nano=span.start_ns,
         end_time_unix_nano=span.end_ns,
-        attributes=attributes if None not in attributes else filter(None, attributes),
+        attributes=[each for each in attributes if each is not None],
         status=Status(code=Status.STATUS_CODE_ERROR, message=span.error)
         if span.error
         else _SUCCESS,
@@ -102,4 +102,5 @@ class Request:
         """Return the message with spans."""
         self._scope.ClearField("spans")
         self._scope.spans.extend(spans)
-        return self._request.SerializeToString()
+        encoded: bytes = self._request.SerializeToString()
+        return encoded

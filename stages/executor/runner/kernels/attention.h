@@ -90,7 +90,7 @@ typedef struct {
     float *references;       // [rows], the score of weight 1; none is LIMIT octaves above it
     float *totals;           // [rows, 16], of the weights so far, lane by lane
     float *sums;             // [rows, padded], weighted sums of values
-    float *scores;           // [MOST_ADDED, CHUNK], of the rows in work
+    float *scores;           // [TILE_ROWS, CHUNK], of the rows in work
     Operand *weights;        // [rows, CHUNK]
     Operand *queries;        // [rows, key_width]
     Operand *keys;           // [CHUNK / 32] times key_width numbers of 32 positions, and
@@ -381,7 +381,7 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
     const long key_width = (a->key_width + WIDTH - 1) / WIDTH * WIDTH;
     const long padded = (a->value_width + 31) / 32 * 32;
     long limits[2 * most];
-    float floats[most * (1 + 16 + padded) + MOST_ADDED * CHUNK];
+    float floats[most * (1 + 16 + padded) + TILE_ROWS * CHUNK];
     Operand operands[most * (key_width + CHUNK) + CHUNK * (key_width + padded)];
     // Padding beyond a row's numbers stays zero.
     if (key_width > a->key_width) memset(operands, 0, most * key_width * sizeof(Operand));

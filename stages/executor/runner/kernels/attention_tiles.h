@@ -2,8 +2,8 @@
 // numbers of the values.
 
 enum {
-    GRAIN = TILE,       // heads that cost as much as one
-    MOST_ADDED = TILE,  // rows that are multiplied together
+    GRAIN = TILE,      // heads that cost as much as one
+    TILE_ROWS = TILE,  // rows that are multiplied together
 };
 
 INLINE long tile_of(long rows) {
@@ -16,8 +16,8 @@ INLINE void begin_attention(void) { shape_tiles(TILE, TILE); }
 INLINE void end_attention(void) { _tile_release(); }
 
 // Adds 16 rows of weights times `count` rows of 32 numbers, in the layout of add_values, to sums.
-INLINE void add_tiles(float *sums, long line, const number *weights, long stride,
-                      const number *values, long count) {
+INLINE void add_rows(float *sums, long line, const number *weights, long stride,
+                     const number *values, long count) {
     _tile_loadd(0, sums, line);
     _tile_loadd(1, sums + TILE, line);
     for (long j = 0; j < count; j += WIDTH, values += WIDTH * 32) {
@@ -39,8 +39,8 @@ static void score(const Rows *r, long row, long some, long used) {
     memset(r->scores, 0, TILE * CHUNK * sizeof(float));
     written();
     for (long from = 0; from < used; from += 32)
-        add_tiles(r->scores + from, CHUNK * sizeof(float), r->queries + row * width, width,
-                  r->keys + from * width, width);
+        add_rows(r->scores + from, CHUNK * sizeof(float), r->queries + row * width, width,
+                 r->keys + from * width, width);
 }
 
 // Adds a chunk's values to the sums of all rows. Invisible positions have weight 0.
@@ -50,7 +50,7 @@ static void add_chunk(const Rows *r, long chunk) {
         const long some = r->rows - row < TILE ? r->rows - row : TILE;
         const long used = used_by_any(r, row, some, chunk);
         for (long part = 0; part < r->padded && used; part += 32)
-            add_tiles(r->sums + row * r->padded + part, r->padded * sizeof(float),
-                      r->weights + row * CHUNK, CHUNK, r->values + part * CHUNK, used);
+            add_rows(r->sums + row * r->padded + part, r->padded * sizeof(float),
+                     r->weights + row * CHUNK, CHUNK, r->values + part * CHUNK, used);
     }
 }

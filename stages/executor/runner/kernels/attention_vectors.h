@@ -1,6 +1,9 @@
 // Products of attention by vectors.
 
-enum { GRAIN = 1 };  // heads that cost as much as one
+enum {
+    GRAIN = 1,               // heads that cost as much as one
+    TILE_ROWS = MOST_ADDED,  // rows that are multiplied together, at most
+};
 
 INLINE void begin_attention(void) {}
 

@@ -33,7 +33,7 @@ INLINE void store_row(const Attention *a, const number *key, const number *value
 
 enum {
     CHUNK = 64,  // positions whose scores are held together
-    ROWS = 128,  // of one KV head, that look at them together, if one token's heads are not more
+    ROWS = 256,  // of one KV head, that look at them together, if one token's heads are not more
 };
 
 // Positions of one sequence in a KV head.
@@ -242,6 +242,19 @@ static __attribute__((noinline)) void refer(const Rows *r, long row, float facto
         store_floats(sums + i, multiply(load_floats(sums + i), shrink));
 }
 
+// Stores 32 weights, and adds them as they are stored to sums of each lane or two.
+INLINE Floats put_weights(Floats total, Floats x, Floats y, Operand *to) {
+#if defined(AVX2) || defined(FLOAT32)
+    store_operands(to, x);
+    store_operands(to + 16, y);
+    return add(add(total, rounded(x)), rounded(y));
+#else
+    const __m512i both = narrow_both(x, y);
+    _mm512_storeu_si512(to, both);
+    return _mm512_dpbf16_ps(total, (Numbers)both, (Numbers)_mm512_set1_epi16(0x3f80));  // ones
+#endif
+}
+
 // Turns a row's scores of a chunk into weights. whole: the row sees all of it.
 INLINE void weigh_chunk(const Attention *a, const Rows *r, long row, float *scores, long chunk,
                         int whole) {
@@ -264,12 +277,12 @@ INLINE void weigh_chunk(const Attention *a, const Rows *r, long row, float *scor
     Floats total = load_floats(totals);
     UNROLL
     for (int i = 0; i < CHUNK / 16; i++) {
-        const Floats exponents = subtract(multiply(found[i], octave), reference);
-        Floats weights = powers_of_two(exponents);
-        if (!whole) weights = only(seen[i], weights);
-        total = add(total, rounded(weights));
-        store_operands(r->weights + row * CHUNK + i * 16, weights);
+        found[i] = powers_of_two(subtract(multiply(found[i], octave), reference));
+        if (!whole) found[i] = only(seen[i], found[i]);
     }
+    UNROLL
+    for (int i = 0; i < CHUNK / 16; i += 2)
+        total = put_weights(total, found[i], found[i + 1], r->weights + row * CHUNK + i * 16);
     store_floats(totals, total);
 }
 

@@ -17,9 +17,9 @@ INLINE long tile_of(long rows) {
 
 // add_values of up to MOST_ADDED rows and a width, in steps of 32.
 INLINE void add_rows(long rows, long columns, float *sums, long width, const Operand *weights,
-                     long stride, const Operand *values, long apart, long positions) {
+                     long stride, const Operand *values, long apart, long positions, int fresh) {
 #define ADD(rows, vectors) \
-    add_values(rows, vectors, sums, width, weights, stride, values, apart, positions)
+    add_values(rows, vectors, sums, width, weights, stride, values, apart, positions, fresh)
 #define ADD_SOME(vectors)                                \
     switch (rows) {                                      \
     case 1: ADD(1, vectors); break;                      \
@@ -38,10 +38,9 @@ INLINE void add_rows(long rows, long columns, float *sums, long width, const Ope
 // of 32 positions, weighted by the queries; those of 64 numbers are added up, which rounds less.
 static void score(const Rows *r, long row, long some, long used) {
     const long width = r->key_width;
-    memset(r->scores, 0, some * CHUNK * sizeof(float));
     for (long i = 0; i < width; i += 64)
         add_rows(some, used, r->scores, CHUNK, r->queries + row * width + i, width,
-                 r->keys + i * 32, width * 32, width - i < 64 ? width - i : 64);
+                 r->keys + i * 32, width * 32, width - i < 64 ? width - i : 64, i == 0);
 }
 
 // Adds a chunk's values to the sums of all rows. Invisible positions have weight 0.
@@ -50,6 +49,6 @@ static void add_chunk(const Rows *r, long chunk) {
     for (long row = 0; row < r->rows; row += tile) {
         const long some = r->rows - row < tile ? r->rows - row : tile;
         add_rows(some, r->padded, r->sums + row * r->padded, r->padded, r->weights + row * CHUNK,
-                 CHUNK, r->values, CHUNK * 32, used_by_any(r, row, some, chunk));
+                 CHUNK, r->values, CHUNK * 32, used_by_any(r, row, some, chunk), 0);
     }
 }

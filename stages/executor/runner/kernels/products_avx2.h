@@ -107,8 +107,9 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
 enum { MOST_ADDED = 3 };  // rows of 32 sums each that stay in registers
 
 // Adds weighted values of positions, a multiple of 16 in the layout above, to 32 sums of each row.
+// fresh: the sums are none yet.
 INLINE void add_values(int rows, int vectors, float *sums, long width, const Operand *weights,
-                       long stride, const Operand *values, long apart, long positions) {
+                       long stride, const Operand *values, long apart, long positions, int fresh) {
     __m256 of[3][4];
     (void)vectors, (void)apart;  // always 2
     UNROLL
@@ -129,7 +130,8 @@ INLINE void add_values(int rows, int vectors, float *sums, long width, const Ope
     for (int a = 0; a < rows; a++) UNROLL
     for (int i = 0; i < 4; i++) {
         float *to = sums + a * width + i * 8;
-        _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), of[a][i]));
+        if (!fresh) of[a][i] = _mm256_add_ps(_mm256_loadu_ps(to), of[a][i]);
+        _mm256_storeu_ps(to, of[a][i]);
     }
 }
 

@@ -24,8 +24,9 @@ enum {
 
 // Adds weighted values of positions, a multiple of 16 in the layout of lay_out_values, to 16 sums
 // of each row for each of 2 or 4 vectors. The second 32 are `apart` from the first.
+// fresh: the sums are none yet.
 INLINE void add_values(int rows, int vectors, float *sums, long width, const Operand *weights,
-                       long stride, const Operand *values, long apart, long positions) {
+                       long stride, const Operand *values, long apart, long positions, int fresh) {
     Sums of[MOST_ADDED][4];
     UNROLL
     for (int a = 0; a < rows; a++) UNROLL
@@ -48,6 +49,6 @@ INLINE void add_values(int rows, int vectors, float *sums, long width, const Ope
     for (int a = 0; a < rows; a++) UNROLL
     for (int v = 0; v < vectors; v++) {
         float *to = sums + a * width + v * 16;
-        store_floats(to, add(load_floats(to), of[a][v]));
+        store_floats(to, fresh ? of[a][v] : add(load_floats(to), of[a][v]));
     }
 }

@@ -243,6 +243,10 @@ class BatchRunner:
                 if own:
                     await self._finalize(stored)
             return True
+        if running.stop in FORMATS[state.interface].unwritten:
+            if await self._skip(state, [each for each in missing if each not in running.taken]):
+                running.changed.set()
+            return True
         for number in missing:
             if len(running.taken) >= SEGMENTS:
                 break
@@ -253,6 +257,19 @@ class BatchRunner:
 
     async def _take(self, state: BatchState, number: int) -> bool:
         return await self.store.take(state.id, number, self._owner, self.config.lease_s)
+
+    async def _skip(self, state: BatchState, numbers: Sequence[int]) -> bool:
+        """Record that no line of segments runs, unless another gateway computes them; return
+        whether any was recorded. A million lines are no work then."""
+        results = {
+            number: SegmentResult(cancelled=state.starts[number + 1][1] - state.starts[number][1])
+            for number in numbers
+        }
+        batch_id, lease_s = state.id, self.config.lease_s
+        skipped = await self.store.skip(batch_id, results, self._owner, lease_s)
+        for number in skipped:
+            self.observed.recorded(results[number])
+        return bool(skipped)
 
     @asynccontextmanager
     async def _whole(self, state: BatchState) -> AsyncIterator[bool]:
@@ -538,7 +555,7 @@ def _results(
         if answer is not None:
             failed = answer.status >= 400
             counts["failed" if failed else "completed"] += 1
-            written: dict[str, Any] | None = kind.answered(state, line, answer)
+            written = kind.answered(state, line, answer)
             place = errors if failed else output
         elif line.refused is not None:
             counts["failed"] += 1
@@ -546,9 +563,10 @@ def _results(
         else:
             assert stop is not None, "a line without an answer was not run"
             counts[stop] += 1
+            if stop in kind.unwritten:
+                continue
             written, place = kind.unrun(state, line, stop), errors
-        if written is not None:
-            place.append(msgspec.json.encode(written) + b"\n")
+        place.append(msgspec.json.encode(written) + b"\n")
     result = SegmentResult(
         completed=counts["completed"],
         failed=counts["failed"],

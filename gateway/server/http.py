@@ -376,14 +376,18 @@ def _containers(body: bytes) -> int:
     return body.count(b"[") + body.count(b"{")
 
 
-def convert(found: Any, kind: type[T], what: str = "") -> T:
+def convert(found: Any, kind: type[T], what: str = "", strict: bool = True) -> T:
     """Convert a value to a struct or another type.
+
+    Args:
+        what: The path of the value, such as `messages[0]`; "" for a body.
+        strict: Whether a text is no number or boolean.
 
     Raises:
         FieldError: It has another form; the message names the field.
     """
     try:
-        return msgspec.convert(found, kind, str_keys=True)
+        return msgspec.convert(found, kind, strict=strict, str_keys=True)
     except msgspec.ValidationError as error:
         place = place_of(error)
         values = ", ".join(map(repr, values_at(kind, place)))

@@ -124,7 +124,8 @@ class FastModules:
             with self.active():
                 agreed = self._compare(joined, run, _same_bits)
                 self._install(agreed)
-                self._install(self._compare(join_output(model, agreed), run, _same_bits))
+                output = join_output(model, agreed, self._agreed)
+                self._install(self._compare(output, run, _same_bits))
             whole |= agreed
             self.joined = [
                 each.together for each in agreed.values() if isinstance(each, JoinedDecoder)

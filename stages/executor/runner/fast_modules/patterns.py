@@ -28,7 +28,7 @@ from ..linear.method import LinearMethod
 from ..loaded_model import LoadedModel
 from ..ranks.passing import PassingLayer
 from .calls import GATED, PROJECTIONS, Calls, kind_of, pack
-from .decoder import DecoderLayers, LayerParts
+from .decoder import DecoderLayers, LayerParts, NormedLinear
 
 Forward = Callable[..., Any]
 
@@ -386,7 +386,7 @@ def _followed(
 
 
 def join_output(
-    model: LoadedModel, joined: Mapping[nn.Module, Forward]
+    model: LoadedModel, joined: Mapping[nn.Module, Forward], agreed: Mapping[nn.Module, Forward]
 ) -> Iterator[tuple[nn.Module, list[Forward]]]:
     """Offer a pass for the model itself, if it is such a decoder and an output layer: only tokens
     with logits go through the last norm.
@@ -394,31 +394,41 @@ def join_output(
     Args:
         model: The model.
         joined: The correct passes of `join_layers`.
+        agreed: As of `join_layers`.
     """
     module, decoder = model.module, joined.get(model.base)
     output = module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
     children = list(module.children())
     if not isinstance(decoder, JoinedDecoder) or output is None:
         return
+    norm, method = agreed.get(decoder.parts["norm"]), method_of(output)
+    packed = None if method is None else method.pack()
+    if packed is None or output not in agreed or not isinstance(norm, RMSNorm):
+        return
     if len(children) == 2 and {*children} == {model.base, output}:
-        yield module, [_with_output(decoder, model.base, output, module.forward)]
+        logits = NormedLinear(norm, Linear([packed], LinearKind.WIDE))
+        yield module, [_with_output(decoder, model.base, output, logits, module.forward)]
 
 
 def _with_output(
-    decoder: JoinedDecoder, base: nn.Module, output: nn.Module, plain: Forward
+    decoder: JoinedDecoder,
+    base: nn.Module,
+    output: nn.Module,
+    logits: NormedLinear,
+    plain: Forward,
 ) -> Forward:
     def forward(
         *, attention_batch: PagedBatch, logits_to_keep: Tensor, **inputs: Any
     ) -> CausalLMOutputWithPast:
         # Hooks on the decoder expect all of its tokens.
-        if base._forward_hooks or not decoder.handles(attention_batch):
+        hooks = base._forward_hooks or output._forward_hooks
+        if hooks or not decoder.handles(attention_batch):
             result: CausalLMOutputWithPast = plain(
                 attention_batch=attention_batch, logits_to_keep=logits_to_keep, **inputs
             )
             return result
         states = decoder.layers_of(attention_batch=attention_batch, **inputs)
-        kept = states.index_select(1, logits_to_keep)
-        return _only_logits(output(decoder.parts["norm"](kept)))
+        return _only_logits(logits(states[0], logits_to_keep)[None])
 
     return forward
 

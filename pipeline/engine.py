@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from os import PathLike
 from threading import RLock
@@ -126,10 +127,13 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts, OtherNames):
             self._reference = EngineReference(InferenceEngine(reference or reference_settings(own)))
             own = replace(own, reference_model_path="")
         folder = self.config.model_folder
-        tokenizer = find_tokenizer(folder)
         if own.cpu_threads:
             torch.set_num_threads(own.cpu_threads)
-        self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
+        with ThreadPoolExecutor(1) as beside:
+            # While weights are copied, which needs no interpreter lock.
+            found = beside.submit(find_tokenizer, folder)
+            self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
+            tokenizer = found.result()
         if self._reference is not None and shares_updates:
             self._reference.share_updates(self._core)
         self.config = replace(self.config, max_batch_size=self._core.max_batch_size)

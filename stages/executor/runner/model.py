@@ -35,7 +35,7 @@ from .attention.interface import (
     register_attention,
 )
 from .attention.lengths import provide_lengths
-from .checkpoint import is_coded, tensor_files, tensors_missing, wrong_shape
+from .checkpoint import file_tensors, is_coded, tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel, with_codes
@@ -315,13 +315,18 @@ def _load_weights(
         dtype = hf_config.dtype if dtype == "auto" else dtype
         plan, own = options_of(folder, hf_config, config, auto, dtype)  # type: ignore[arg-type]
         options |= own
-        # The class itself: the automatic one takes no tensors without a folder.
-        auto, source = _class_of(auto._model_mapping, hf_config), None
     else:
-        plan = _plan_of(config, hf_config, folder, tensor_files(folder))
+        files = tensor_files(folder)
+        plan = _plan_of(config, hf_config, folder, files)
         if plan is not None:
             options |= plan.options(hf_config)
             dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
+        elif _to_huge_pages(config, hf_config, auto) and (state := file_tensors(files)):
+            options |= {"config": hf_config, "state_dict": state}
+            dtype = hf_config.dtype if dtype == "auto" else dtype
+    if "state_dict" in options:
+        # The class itself: the automatic one takes no tensors without a folder.
+        auto, source = _class_of(auto._model_mapping, hf_config), None
     if plan is not None:
         plan.activation_bits = config.activation_bits
     try:
@@ -347,6 +352,18 @@ def _load_weights(
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
     return frozen, plan
+
+
+def _to_huge_pages(config: EngineConfig, hf_config: PreTrainedConfig, auto: Any) -> bool:
+    """Whether tensors are read straight into large pages, of a model whose class and dtype are
+    known without the loader."""
+    return (
+        config.huge_pages == "auto"
+        and resolve_device(config.device).type == "cpu"
+        and hf_config.get_text_config() is hf_config
+        and hf_config.dtype is not None
+        and not isinstance(auto._model_mapping[type(hf_config)], tuple)
+    )
 
 
 def _plan_of(

@@ -97,8 +97,8 @@ def use_huge_pages(module: nn.Module) -> None:
             memory.copy_(tensor.data)
             drop_pages(tensor, files)
             tensor.data = memory
-        else:
-            # It may be a view of the file, which would stay mapped as a whole.
+        elif _is_in(files, start) or tensor.untyped_storage().nbytes() > tensor.nbytes:
+            # A view of the file, which would stay mapped as a whole, or of a larger tensor.
             tensor.data = tensor.data.clone()
 
 

@@ -40,8 +40,7 @@ PARTS = ("begin", "norms", "projection", "rotation", "attention", "output", "gat
 
 CALLS = {
     "decoder_layers": "layers",
-    "rms_norm": "last norm",
-    "linear": "logits",
+    "normed_linear": "logits",
     "sample": "sampling",
 }
 

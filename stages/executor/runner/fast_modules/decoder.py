@@ -111,6 +111,37 @@ class LayerParts(msgspec.Struct, frozen=True):
         return {**self.linears, **self.sums}
 
 
+class NormedLinear(msgspec.Struct, frozen=True):
+    """A linear layer over normed rows, in one call, for logits: with the weights of the layers
+    before, torch's functions have left the CPU's caches."""
+
+    norm: RMSNorm
+    linear: Linear
+
+    def __call__(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Return the outputs of some rows.
+
+        Args:
+            rows: `[rows, inputs]`, contiguous, of the layers' dtype.
+            index: `[outputs]` int64, contiguous.
+        """
+        norm, linear, count = self.norm, self.linear, index.shape[0]
+        first = _Norm(norm.weight_for(rows).data_ptr(), norm.epsilon, norm.shifted)
+        linear.find_weights()
+        normed = rows.new_empty(count, linear.inputs)
+        output = torch.empty(count, linear.outputs, dtype=linear.output_dtype)
+        cpu.library(linear.dtype).normed_linear(
+            addressof(first),
+            linear.argument,
+            rows.data_ptr(),
+            index.data_ptr(),
+            count,
+            normed.data_ptr(),
+            output.data_ptr(),
+        )
+        return output
+
+
 class DecoderLayers:
     """Consecutive decoder layers, for one thread at a time.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,15 +31,10 @@ from ..kv_cache import KVCache
 from ..linear.choose import method_of
 from ..loaded_model import LoadedModel
 from .calls import Calls, join_weights
-from .decoder import DecoderLayers
-from .patterns import (
-    Forward,
-    JoinedDecoder,
-    find_patterns,
-    follow_layers,
-    join_layers,
-    join_output,
-)
+from .patterns import Forward, find_patterns
+
+if TYPE_CHECKING:
+    from .decoder import DecoderLayers
 
 _COMPARED_TOKENS = 8
 
@@ -113,18 +108,23 @@ class FastModules:
         whole: dict[nn.Module, Forward] = {}
         linears = [each for each in map(method_of, model.module.modules()) if each is not None]
         if any(each.is_sum for each in linears):
+            from .whole import follow_layers
+
             followed = follow_layers(model, self._agreed, self._calls)
             with self.active():
                 whole = self._compare(followed, run, _same_bits)
                 self._install(whole)
         alone = not any(each.is_sum and each.exchanges for each in linears)
         if alone and not with_gradients and isinstance(inputs.backend, CpuBackend):
+            from .whole import JoinedDecoder, join_layers, join_output
+
             # All layers in one call, where that gives the same bits as one by one.
             joined = join_layers(model, cache, self._agreed, self._calls)
             with self.active():
                 agreed = self._compare(joined, run, _same_bits)
                 self._install(agreed)
-                self._install(self._compare(join_output(model, agreed), run, _same_bits))
+                output = join_output(model, agreed, self._agreed)
+                self._install(self._compare(output, run, _same_bits))
             whole |= agreed
             self.joined = [
                 each.together for each in agreed.values() if isinstance(each, JoinedDecoder)

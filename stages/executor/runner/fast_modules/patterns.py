@@ -5,39 +5,26 @@ An offer may be wrong; `modules` compares it with the module.
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ..attention.backend import QKV, AttentionBackend
-from ..attention.paged import PagedBatch
-from ..fixed_tiles import VECTOR, FixedTiles, fills_vectors
 from ..kernels import cpu
-from ..kernels.cpu import Linear, LinearKind, LinearSum, PagedAttention, RMSNorm
+from ..kernels.cpu import LinearKind, RMSNorm
 from ..kv_cache import KVCache
 from ..linear.choose import method_of
 from ..linear.method import LinearMethod
 from ..loaded_model import LoadedModel
-from ..ranks.passing import PassingLayer
 from .calls import GATED, PROJECTIONS, Calls, kind_of, pack
-from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]
 
-_KEPT_POSITIONS = 1024
-"""Whose rotary factors are kept at first."""
-
-_DECODER_PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
-_HEAD_NORMS = ("q_norm", "k_norm")
+HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def find_patterns(
@@ -185,7 +172,7 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
     sizes = [layer.outputs for layer in packed]
     layers = [getattr(module, name) for name in PROJECTIONS]
     projection, rotate = calls.linear(packed), calls.kernels.rotate
-    norms: list[nn.Module | None] = [getattr(module, name, None) for name in _HEAD_NORMS]
+    norms: list[nn.Module | None] = [getattr(module, name, None) for name in HEAD_NORMS]
     on_cpu = model.device.type == "cpu"
     if gated and not on_cpu:
         return None
@@ -241,7 +228,7 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
 
 
 @dataclass(frozen=True, eq=False)
-class _DecoderForward:
+class DecoderForward:
     """x += attention(norm(x)), then x += mlp(norm(x))."""
 
     first: RMSNorm
@@ -281,14 +268,14 @@ def _decoder_layer(
     gated = _gated(mlp, calls)
     if attended is None or gated is None:
         return []
-    ends = _added(_last_of(mixer), calls), _added(mlp.down_proj, calls)
+    ends = _added(last_of(mixer), calls), _added(mlp.down_proj, calls)
     return [
-        _DecoderForward(first, second, mixer, mlp, attended, gated, *ends)
+        DecoderForward(first, second, mixer, mlp, attended, gated, *ends)
         for first, second in zip(*norms, strict=True)
     ]
 
 
-def _last_of(mixer: Any) -> Any:
+def last_of(mixer: Any) -> Any:
     """Return the output layer of an attention module or another mixer."""
     return mixer.o_proj if hasattr(mixer, "o_proj") else mixer.out_proj
 
@@ -305,257 +292,3 @@ def _added(layer: nn.Module, calls: Calls) -> Callable[[Tensor, Tensor], Tensor]
         return residual.add(layer(rows))
 
     return added
-
-
-def join_layers(
-    model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward], calls: Calls
-) -> Iterator[tuple[nn.Module, list[Forward]]]:
-    """Iterate over decoders with a pass of all layers in one call, for steps of one token per row.
-
-    Args:
-        model: The model.
-        cache: The cache for the passes.
-        agreed: The correct offers; a decoder needs one for each layer.
-        calls: The options of the passes.
-    """
-    for module, parts, layers in _decoders(model):
-        decoder_layers = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
-        known = [layer for layer in decoder_layers if layer is not None]
-        if known and len(known) == len(decoder_layers):
-            try:
-                rotated = _rotated(parts["rotary_emb"], model)
-            except TypeError:
-                continue  # it depends on the layer
-            together = DecoderLayers(known, rotated, watches=model.is_shared, mixers=model.mixers)
-            cache.follow(together.find_weights)
-            own = parts["rotary_emb"], together.whole_width, calls.tiles
-            factors = RotaryFactors(*own, model.max_model_len)
-            yield module, [JoinedDecoder(together, module.forward, calls, parts, factors)]
-
-
-def follow_layers(
-    model: LoadedModel, agreed: Mapping[nn.Module, Forward], calls: Calls
-) -> Iterator[tuple[nn.Module, list[Forward]]]:
-    """Iterate over decoders of a rank's shard with a pass through our passes of its layers, between
-    which ranks exchange sums.
-
-    Args:
-        model: The shard.
-        agreed: The correct offers; a decoder needs one for each layer.
-        calls: The options of the passes.
-    """
-    for module, parts, layers in _decoders(model):
-        passes = [agreed.get(layer) for layer in layers]
-        if passes and all(isinstance(each, _DecoderForward) for each in passes):
-            yield module, [_followed(passes, parts, model.layers[0].key_dim, calls)]
-
-
-def _decoders(
-    model: LoadedModel,
-) -> Iterator[tuple[nn.Module, Mapping[str, nn.Module], list[nn.Module]]]:
-    """Iterate over decoders, with their parts, and their layers without those of other pipeline
-    stages."""
-    for module in model.module.modules():
-        parts = dict(module.named_children())
-        if sorted(parts) == sorted(_DECODER_PARTS):
-            layers = parts["layers"].children()
-            yield module, parts, [each for each in layers if not isinstance(each, PassingLayer)]
-
-
-def _followed(
-    passes: Sequence[Any], parts: Mapping[str, nn.Module], key_width: int, calls: Calls
-) -> Forward:
-    """Return a decoder's pass, layer by layer, with bits that don't depend on the batch."""
-    embed_tokens, norm, rotary = parts["embed_tokens"], parts["norm"], parts["rotary_emb"]
-
-    def forward(
-        *,
-        position_ids: Tensor,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **inputs: Any,
-    ) -> Any:
-        hidden: Any = inputs_embeds if input_ids is None else embed_tokens(input_ids)
-        factors = _factors(rotary, hidden, position_ids, key_width, calls.tiles)
-        inputs["position_embeddings"] = [part[None] for part in factors]
-        for layer in passes:
-            hidden = layer(hidden, **inputs)
-        return BaseModelOutputWithPast(last_hidden_state=norm(hidden))
-
-    return forward
-
-
-def join_output(
-    model: LoadedModel, joined: Mapping[nn.Module, Forward]
-) -> Iterator[tuple[nn.Module, list[Forward]]]:
-    """Offer a pass for the model itself, if it is such a decoder and an output layer: only tokens
-    with logits go through the last norm.
-
-    Args:
-        model: The model.
-        joined: The correct passes of `join_layers`.
-    """
-    module, decoder = model.module, joined.get(model.base)
-    output = module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
-    children = list(module.children())
-    if not isinstance(decoder, JoinedDecoder) or output is None:
-        return
-    if len(children) == 2 and {*children} == {model.base, output}:
-        yield module, [_with_output(decoder, model.base, output, module.forward)]
-
-
-def _with_output(
-    decoder: JoinedDecoder, base: nn.Module, output: nn.Module, plain: Forward
-) -> Forward:
-    def forward(
-        *, attention_batch: PagedBatch, logits_to_keep: Tensor, **inputs: Any
-    ) -> CausalLMOutputWithPast:
-        # Hooks on the decoder expect all of its tokens.
-        if base._forward_hooks or not decoder.handles(attention_batch):
-            result: CausalLMOutputWithPast = plain(
-                attention_batch=attention_batch, logits_to_keep=logits_to_keep, **inputs
-            )
-            return result
-        states = decoder.layers_of(attention_batch=attention_batch, **inputs)
-        kept = states.index_select(1, logits_to_keep)
-        return _only_logits(output(decoder.parts["norm"](kept)))
-
-    return forward
-
-
-def _only_logits(logits: Tensor) -> CausalLMOutputWithPast:
-    """Return what the class makes of these logits, without its checks of all fields, which take a
-    tenth of a millisecond in each step."""
-    output = CausalLMOutputWithPast.__new__(CausalLMOutputWithPast)
-    OrderedDict.__setitem__(output, "logits", logits)
-    output.__dict__["logits"] = logits
-    return output
-
-
-@dataclass(frozen=True, eq=False)
-class JoinedDecoder:
-    """A decoder's forward pass, with all layers in one call where possible."""
-
-    together: DecoderLayers
-    plain: Forward
-    calls: Calls
-    parts: Mapping[str, nn.Module]
-    factors: RotaryFactors
-
-    def __call__(self, *, attention_batch: PagedBatch, **inputs: Any) -> Any:
-        if not self.handles(attention_batch):
-            return self.plain(attention_batch=attention_batch, **inputs)
-        states = self.layers_of(attention_batch=attention_batch, **inputs)
-        return BaseModelOutputWithPast(last_hidden_state=self.parts["norm"](states))
-
-    def handles(self, batch: PagedBatch) -> bool:
-        """Return whether a step can run in one call."""
-        return self.calls.together and self.together.handles(batch)
-
-    def layers_of(
-        self,
-        *,
-        position_ids: Tensor,
-        attention_batch: PagedBatch,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """Return the output of the last layer, `[1, tokens, hidden]`."""
-        # A copy, since it is overwritten.
-        embed = self.parts["embed_tokens"]
-        hidden: Tensor = embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        cos, sin, positions = self.factors.of(hidden, position_ids)
-        self.together(hidden[0], cos, sin, attention_batch, positions)
-        return hidden
-
-
-class RotaryFactors:
-    """Rotary factors by position, kept as far as they have been needed: computing them takes a
-    dozen of torch's functions."""
-
-    def __init__(self, rotary: nn.Module, width: int, tiles: FixedTiles, most: int) -> None:
-        """For fewer than `most` positions; `width` as in `_factors`."""
-        self._rotary, self._width, self._tiles, self._most = rotary, width, tiles, most
-        self._kept: list[Tensor] = []
-
-    def of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return both factors, by position, and the tokens' positions; or of each token, and None.
-
-        Args:
-            hidden: Of the dtype of the factors.
-            position_ids: As in `StepInputs`. Those of time, height and width are not kept.
-        """
-        if position_ids.dim() > 2:
-            cos, sin = _factors(self._rotary, hidden, position_ids, self._width, self._tiles)
-            return cos, sin, None
-        last = int(position_ids.max())
-        if not self._kept or last >= len(self._kept[0]):
-            kept = _KEPT_POSITIONS << (last // _KEPT_POSITIONS).bit_length()
-            every = torch.arange(min(kept, self._most))[None]
-            self._kept = _factors(self._rotary, hidden, every, self._width, self._tiles)
-        cos, sin = self._kept
-        return cos, sin, position_ids
-
-
-def _factors(
-    rotary: nn.Module, hidden: Tensor, position_ids: Tensor, width: int, tiles: FixedTiles
-) -> list[Tensor]:
-    """Return the rotary factors, `[tokens, width]` each, with bits independent of the batch.
-
-    `width`: 0 for one that is not a head's.
-    """
-    count = position_ids.shape[-1]
-    missing = -count % (VECTOR // math.gcd(VECTOR, width))
-    if missing:
-        position_ids = F.pad(position_ids, (0, missing))
-    # The tiles cost more than the computation in them.
-    with nullcontext() if width and fills_vectors((count + missing) * width) else tiles:
-        return [part[0, :count].contiguous() for part in rotary(hidden, position_ids)]
-
-
-def _rotated(rotary: nn.Module, model: LoadedModel) -> int:
-    """Return the numbers of a head that rotate."""
-    rows = torch.zeros(1, 1, 1, dtype=model.dtypes.activations)
-    width: int = rotary(rows, torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1]
-    return width
-
-
-def _layer_parts(
-    layer: Forward | None, model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward]
-) -> LayerParts | None:
-    """Return the parts of a layer whose offer by `_decoder_layer` was correct."""
-    if not isinstance(layer, _DecoderForward):
-        return None
-    mixer, mlp = layer.mixer, layer.mlp
-    sums = {}
-    for role, last in (("output", _last_of(mixer)), ("down", mlp.down_proj)):
-        method = method_of(last)
-        packed = None if method is None else method.pack_sum()
-        if packed is None:
-            return None
-        sums[role] = LinearSum(packed)
-    kind = kind_of(mlp.act_fn)
-    assert kind is not None
-    norms = {"first": layer.first, "second": layer.second}
-    gated = Linear(pack(mlp, GATED), kind)
-    if not hasattr(mixer, PROJECTIONS[0]):
-        mixing: Any = layer.attended
-        linears = {"projection": Linear(mixing.packed), "gated": gated}
-        return LayerParts(norms, linears, sums, mixer=mixing.kernel)
-    for role, name in zip(("queries", "keys"), _HEAD_NORMS, strict=True):
-        module = getattr(mixer, name, None)
-        if module is not None:
-            norm = agreed.get(module)
-            if not isinstance(norm, RMSNorm):
-                return None
-            norms[role] = norm
-    projections = pack(mixer, PROJECTIONS)
-    index = model.index_of[mixer.layer_idx]
-    spec = model.layers[index]
-    heads = sums["output"].inputs // spec.value_dim
-    paged = cache.paged_layer(index, PagedAttention, heads, model.attention_options[index])
-    assert isinstance(paged, PagedAttention)
-    linears = {"projection": Linear(projections), "gated": gated}
-    gates = projections[0].outputs > heads * spec.key_dim
-    return LayerParts(norms, linears, sums, paged, spec.key_dim, gates)

@@ -147,6 +147,20 @@ typedef struct {
     long shifted;
 } Norm;
 
+// The linear layer of some normed rows of x, whose numbers are in `index`. normed: [count, inputs].
+void normed_linear(const Norm *norm, const Linear *l, const number *x, const int64_t *index,
+                   long count, number *normed, void *out) {
+    const long width = l->inputs;
+#pragma omp parallel if (count * width * row_width(l) > PARALLEL_WORK)
+    {
+#pragma omp for
+        for (long i = 0; i < count; i++)
+            norm_row(x + index[i] * width, norm->weight, normed + i * width, width, norm->epsilon,
+                     norm->shifted);
+        linear_by_team(l, normed, count, NULL, out);
+    }
+}
+
 enum { MOST_SUMMED = 4 };
 
 // One linear layer; or the sum of four over consecutive inputs, (a + b) + (c + d) in float32, of

@@ -102,6 +102,7 @@ _SIGNATURES = {
     "decode_attention": "pplplplp",
     "head_products": "ppl",
     "decoder_layers": "plppp",
+    "normed_linear": "pppplpp",
 }
 _SAMPLING_SIGNATURES = {"softmax_sums": "pllplpppp", "sample": "pllpplpp", "forbid": "plppl"}
 
@@ -157,6 +158,7 @@ class Linear:
         dtype: Dtype of layers and rows.
         inputs: Width of a row.
         outputs: Width of an output row.
+        output_dtype: Dtype of output rows.
         argument: Address of the kernels' argument, which `find_weights` updates.
     """
 
@@ -173,7 +175,7 @@ class Linear:
         gated = kind >= LinearKind.GATED_SILU
         self.inputs = layers[0].inputs
         self.outputs = outputs[0] if gated else sum(outputs)
-        self._output_dtype = torch.float32 if kind == LinearKind.WIDE else self.dtype
+        self.output_dtype = torch.float32 if kind == LinearKind.WIDE else self.dtype
         self._arguments = _Linear(parts=len(layers), inputs=self.inputs, kind=kind)
         self._arguments.outputs[: len(layers)] = outputs
         self.argument = ctypes.addressof(self._arguments)
@@ -210,7 +212,7 @@ class Linear:
             raise ValueError(f"rows of {rows.dtype} for layers of {self.dtype}")
         self.find_weights()
         count = rows.shape[0]
-        output = torch.empty(count, self.outputs, dtype=self._output_dtype)
+        output = torch.empty(count, self.outputs, dtype=self.output_dtype)
         added_at = None if added is None else added.data_ptr()
         self._run(self.argument, rows.data_ptr(), count, added_at, output.data_ptr())
         return output

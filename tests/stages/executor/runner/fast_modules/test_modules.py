@@ -11,7 +11,7 @@ import torch
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.fast_modules.decoder import DecoderLayers
-from nano_inference.stages.executor.runner.fast_modules.patterns import RotaryFactors
+from nano_inference.stages.executor.runner.fast_modules.whole import RotaryFactors
 from nano_inference.stages.executor.runner.fixed_tiles import FixedTiles
 from nano_inference.stages.executor.runner.model import wrap_model
 

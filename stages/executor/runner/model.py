@@ -355,14 +355,18 @@ def _load_weights(
 
 
 def _to_huge_pages(config: EngineConfig, hf_config: PreTrainedConfig, auto: Any) -> bool:
-    """Whether tensors are read straight into large pages, of a model whose class and dtype are
-    known without the loader."""
+    """Whether tensors are read straight into large pages: of a model whose class and dtype are
+    known without the loader, which would hold both the tensors that it joins, such as experts, and
+    the joined ones."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     return (
         config.huge_pages == "auto"
         and resolve_device(config.device).type == "cpu"
         and hf_config.get_text_config() is hf_config
         and hf_config.dtype is not None
         and not isinstance(auto._model_mapping[type(hf_config)], tuple)
+        and get_checkpoint_conversion_mapping(hf_config.model_type) is None
     )
 
 

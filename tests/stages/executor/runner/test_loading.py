@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.runner.checkpoint import file_tensors, tensor_files
+from nano_inference.stages.executor.runner.checkpoint import tensor_files
+from nano_inference.stages.executor.runner.file_tensors import file_tensors
 from nano_inference.stages.executor.runner.system_memory import HUGE_PAGE
 from nano_inference.text.tokenizer import stop_token_ids_of
 

@@ -1,4 +1,5 @@
-"""Time to the first token by number of clients: the bare loop, and all that can stand around it.
+"""Time to the first token, and in all, by number of clients: the bare loop, and all that can stand
+around it.
 
     python benchmarks/first_token.py [--clients 1,8,32,128] [--prompt 64] [--tokens 16]
         [--repeat 9] [--vllm PYTHON] [--json FILE]
@@ -7,7 +8,8 @@ So many clients send a prompt of their own at once, to the bundled model (T): to
 the cores, to `Pipeline.submit`, over HTTP to a gateway in the same process, and over HTTP to `nano-
 inference up --gateway` (five processes over Redis). `--vllm` names the interpreter of vLLM's
 environment, whose server gets the same tokens. All stay in memory and take turns in rotating order,
-from an empty prefix cache. A client's time ends with the first event that carries text.
+from an empty prefix cache. A client's TTFT ends with the first event that carries text. `x bare` is
+the time until the last client has its last token, over the bare loop's.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import os
 import statistics
 import subprocess
 import tempfile
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import machine
@@ -41,6 +44,14 @@ BARE, SUBMIT, HTTP = "bare loop", "Pipeline.submit", "HTTP"
 FIVE, VLLM = "HTTP, five processes", "vLLM's server"
 SETTINGS = {"engine.max_batch_size": 128, "engine.max_tokens_per_batch": 2048}
 
+
+class Passed(NamedTuple):
+    """Seconds to each client's first token, and to the last client's last."""
+
+    first_s: list[float]
+    seconds: float
+
+
 FirstTokens = Callable[[Load], Awaitable[list[float]]]
 """Sends a load, and returns each request's seconds to its first token."""
 
@@ -49,6 +60,7 @@ COLUMNS = {
     "[least-most]": "[{least_ms:.1f}-{most_ms:.1f}]",
     "p99": "{p99_ms:.1f}",
     "more than bare": "{more_ms:+.1f}",
+    "x bare": "{x_bare:.2f}",
 }
 
 
@@ -144,14 +156,15 @@ async def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[d
             gc.collect()
             gc.freeze()  # as `serve` does after loading the model
             for clients in arguments.clients:
-                rows: dict[str, list[list[float]]] = {way: [] for way in ways}
+                rows: dict[str, list[Passed]] = {way: [] for way in ways}
                 for repetition in range(arguments.repeat + 1):
                     machine.note(states, os.cpu_count() or 1)
                     load = prompts_of(clients, arguments.prompt, arguments.tokens, repetition)
                     for way in harness.rotated(ways, repetition):
+                        start = time.perf_counter()
                         firsts = await ways[way](load)
                         if repetition:
-                            rows[way].append(firsts)
+                            rows[way].append(Passed(firsts, time.perf_counter() - start))
                     harness.progress(repetition, arguments.repeat, f"{clients} clients, repetition")
                 found[str(clients)] = rows
     return found, states
@@ -164,18 +177,22 @@ async def five_processes(client: Client, port: int, load: Load) -> list[float]:
     return await post(client, port, "tiny", load)
 
 
-def summary(rows: dict[str, list[list[float]]]) -> dict[str, dict[str, float]]:
-    """Return figures by way in ms: of the median client of each repetition, and of all clients."""
-    middles = {way: [1e3 * statistics.median(each) for each in own] for way, own in rows.items()}
+def summary(rows: dict[str, list[Passed]]) -> dict[str, dict[str, float]]:
+    """Return figures by way, in ms those of the median client of each repetition and of all."""
+    middles = {
+        way: [1e3 * statistics.median(each.first_s) for each in own] for way, own in rows.items()
+    }
+    seconds = {way: [each.seconds for each in own] for way, own in rows.items()}
     return {
         way: {
             "p50_ms": statistics.median(middles[way]),
             "least_ms": min(middles[way]),
             "most_ms": max(middles[way]),
-            "p99_ms": harness.percentile([1e3 * s for each in own for s in each], 0.99),
+            "p99_ms": harness.percentile([1e3 * s for each in own for s in each.first_s], 0.99),
             "more_ms": statistics.median(
                 ours - bare for ours, bare in zip(middles[way], middles[BARE], strict=True)
             ),
+            "x_bare": harness.median_ratio(seconds[way], seconds[BARE]),
         }
         for way, own in rows.items()
     }

@@ -391,16 +391,17 @@ def command_line(pid: int) -> list[str]:
 
 def pss_mb(pid: int) -> float:
     """Return a process's proportional set size; 0 if it has ended."""
-    return _memory_mb(pid, "smaps_rollup", "Pss:")
+    return memory_mb(pid, "smaps_rollup", "Pss:")
 
 
 def anonymous_mb(pid: int) -> float:
     """Return the anonymous memory of a process, which starts and ends of others don't change; 0 if
     it has ended."""
-    return _memory_mb(pid, "status", "RssAnon:")
+    return memory_mb(pid, "status", "RssAnon:")
 
 
-def _memory_mb(pid: int, file: str, name: str) -> float:
+def memory_mb(pid: int, file: str, name: str) -> float:
+    """Return a line of a process's file; 0 if it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
             if line.startswith(name):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import random_models
 from harness import Worker, percentile, print_table
-from workloads import qwen2
+from workloads import qwen2, random_successors
 
 ENGINES = Path(__file__).parent / "engines"
 
@@ -68,7 +68,7 @@ def engines(disk: Path) -> dict[str, Engine]:
 
 
 def successors() -> list[int]:
-    return random_models.random_successors(VOCABULARY, FIRST_WORD, seed=1)
+    return random_successors(VOCABULARY, FIRST_WORD, seed=1)
 
 
 def write_model(folder: Path) -> Path:

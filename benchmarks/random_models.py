@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
-from workloads import SHAPES
+from workloads import FIRST_WORD, SHAPES, random_successors
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 SPACE = "\u0120"
@@ -43,13 +42,17 @@ def random_model(
 
 def write_model(folder: Path, shape: str) -> None:
     """Write a model in bfloat16, with a tokenizer in which every word of up to three letters, and
-    many of four, is one token together with the space before it."""
+    many of four, is one token together with the space before it. The text of shape K is known."""
     settings = SHAPES[shape] | {
         "max_position_embeddings": 32_768,
         "rms_norm_eps": 1e-6,
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
+    if shape == "K":
+        successors = random_successors(settings["vocab_size"], FIRST_WORD, seed=1)
+        write_known_text_model(folder, settings, successors)
+        return
     random_model(settings, torch.float32).to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder, settings["vocab_size"])
 
@@ -72,17 +75,6 @@ def write_zeros_model(folder: Path, settings: dict[str, Any]) -> int:
         file.truncate(file.tell() + end)
     config.save_pretrained(folder)
     return end
-
-
-def random_successors(size: int, first: int, seed: int) -> list[int]:
-    """Return the successor of each token: tokens from `first` on are one random cycle, those before
-    are their own successors."""
-    circle = list(range(first, size))
-    random.Random(seed).shuffle(circle)
-    successors = list(range(size))
-    for token, following in itertools.pairwise([*circle, circle[0]]):
-        successors[token] = following
-    return successors
 
 
 def write_known_text_model(

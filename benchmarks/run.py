@@ -4,7 +4,8 @@
         [--repeat 5] [--python openvino=PATH] [--folder DIR] [--json FILE] [--plot FILE]
 
 An engine is in bfloat16, or in another format after a colon: `ours:int8`, `ours:int4-32`,
-`ours:int8-a8` (activations in 8 bits), `llamacpp:Q8_0`, `openvino:int4`, `vllm:int4`.
+`ours:int8-a8` (activations in 8 bits), `llamacpp:Q8_0`, `openvino:int4`, `vllm:int4`. After
+`ngram-` it is the most tokens that an engine drafts by n-grams of its text: `vllm:ngram-5`.
 
 Each engine is a separate process that loads the model once. Engines take turns workload by
 workload, in rotating order, so that other load affects all of them. The distance between the cores
@@ -16,7 +17,9 @@ left out. Models have random weights, written by this program.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -25,6 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import machine
 from harness import (
     Worker,
@@ -36,7 +40,7 @@ from harness import (
     refuse_unknown,
     rotated,
 )
-from workloads import SHAPES, WORKLOADS
+from workloads import SHAPES, WORKLOADS, make_requests
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]
 """By workload and engine, the times of each turn."""
@@ -103,11 +107,28 @@ def measure(
                 if times is None or repetition == 0:  # the first repetition warms up
                     continue
                 times["state"] = machine.state_around(before, after)
+                constraint = make_requests(WORKLOADS[workload], 1000, repetition)[0].constraint
+                texts = times.pop("texts")
+                if WORKLOADS[workload].whole:
+                    times["valid"] = [is_valid(text, constraint) for text in texts]
                 runs[workload][peer.name].append(times)
                 states += around
             print(".", end="", file=sys.stderr, flush=True)
         print(f" {workload}", file=sys.stderr)
     return runs, states
+
+
+def is_valid(text: str, constraint: dict[str, Any]) -> bool:
+    """Return whether a whole text has the form of a constraint."""
+    if "json_schema" in constraint:
+        try:
+            jsonschema.validate(json.loads(text), constraint["json_schema"])
+        except (ValueError, jsonschema.ValidationError):
+            return False
+        return True
+    if "regex" in constraint:
+        return re.fullmatch(constraint["regex"], text) is not None
+    return text in constraint["choice"]
 
 
 def figures_by_state(runs: Runs) -> dict[str, Figures]:
@@ -143,6 +164,18 @@ def figures_of(runs: Runs, state: str) -> Figures:
             add(f"{workload} decode step, ms", engine, steps)
             add(f"{workload} prefill, s", engine, [t["prefill_s"] for t in times])
             add(f"{workload} total, s", engine, [t["total_s"] for t in times])
+            if WORKLOADS[workload].whole:
+                valid = [100 * statistics.mean(t["valid"]) for t in times]
+                add(f"{workload} valid, %", engine, valid)
+            if WORKLOADS[workload].text:
+                further = WORKLOADS[workload].new_tokens[0] - 1
+                rest = [1e3 * (t["total_s"] - t["prefill_s"]) / further for t in times]
+                add(f"{workload} further token, ms", engine, rest)
+                add(
+                    f"{workload} tokens per step",
+                    engine,
+                    [further / len(t["steps_s"]) for t in times],
+                )
     return figures
 
 

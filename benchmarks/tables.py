@@ -44,6 +44,10 @@ PEERS = {
     "generate_batch": "`generate_batch`",
     "vllm": "vLLM, on the CPU",
 }
+BESIDE_OURS = {
+    "ours": "nano-inference",
+    **{peer: PEERS[peer] for peer in ("llamacpp", "openvino", "vllm")},
+}
 
 FIGURES = {
     "W1-short decode step, ms": "1 x 128 tokens, ms per token",
@@ -52,6 +56,12 @@ FIGURES = {
     "W2 prefill, s": "16 x 128 tokens, prefill, s",
     "W3 total, s": "4 x 256 tokens, 8 samples of 32 tokens each, s",
     "W5 total, s": "32 x 1,024 common tokens and 64 of their own, 32 new, s",
+    "W6 prefill, s": "1 x 4,096 tokens, prefill, s",
+    "W6 decode step, ms": "1 x 4,096 tokens, ms per token",
+    "W7 prefill, s": "4 x 2,048 tokens, prefill, s",
+    "W7 decode step, ms": "4 x 2,048 tokens, ms per step",
+    "W8 prefill, s": "64 x 64 tokens, prefill, s",
+    "W8 decode step, ms": "64 x 64 tokens, ms per step",
 }
 
 
@@ -73,20 +83,29 @@ def short(value: float | None, digits: int = 3) -> str:
 # --- run.py ---------------------------------------------------------------------------------------
 
 
-def engines_of(names: Sequence[str], state: str, peers: Sequence[str]) -> str:
-    """Return medians of `run.py` in a state of the machine, with each peer's time over ours."""
-    measured = {
-        figure: by_engine
-        for name in names
-        for figure, by_engine in result(name)["figures"].get(state, {}).items()
-        if figure in FIGURES and "ours" in by_engine
-    }
+def merged(names: Sequence[str], state: str) -> dict[str, dict[str, list[float]]]:
+    """Return the figures of several results of `run.py` in a state of the machine."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in names:
+        for figure, by_engine in result(name)["figures"].get(state, {}).items():
+            for engine, values in by_engine.items():
+                found.setdefault(figure, {}).setdefault(engine, []).extend(values)
+    return found
+
+
+def engines_of(names: Sequence[str], states: Sequence[str], peers: Sequence[str]) -> str:
+    """Return medians of `run.py`, with each peer's time over ours, by state of the machine."""
+    by_state = {state: merged(names, state) for state in states}
     body = []
     for figure, words in FIGURES.items():
-        if by_engine := measured.get(figure):
+        for state, measured in by_state.items():
+            by_engine = measured.get(figure, {})
+            if "ours" not in by_engine or len(by_engine) == 1:
+                continue
             ours = statistics.median(by_engine["ours"])
             cells = [against(by_engine.get(peer), ours) for peer in peers]
-            body.append([words, f"{short(ours)} ({len(by_engine['ours'])})", *cells])
+            name = f"{words}, {state}" if len(states) > 1 else words
+            body.append([name, f"{short(ours)} ({len(by_engine['ours'])})", *cells])
     return markdown(["", "nano-inference", *(PEERS[peer] for peer in peers)], body)
 
 
@@ -101,7 +120,98 @@ def against(times: Sequence[float] | None, ours: float) -> str:
 AMX = ("run-S-2-amx-cores-W1-short", "run-S-2-amx-cores-W2-W3", "run-S-2-amx-cores-W5")
 VECTORS = ("run-S-2-amx-cores-by-vectors-W1-short", "run-S-2-amx-cores-by-vectors-W2-W3")
 PEERS_RUN = "run-S-2-cpu-cores-peers"
+PEERS_RUNS = (PEERS_RUN,)
+ALL = tuple(BESIDE_OURS)[1:]
 EPYC = ("run-S-2-cpu-cores-W1-short", "run-S-2-cpu-cores-W2-W3")
+
+
+def turns_of(names: Sequence[str], workload: str, engine: str) -> list[Any]:
+    """Return an engine's turns of `run.py` in any state of the machine."""
+    found = [result(name)["turns"].get(workload, {}) for name in names]
+    return [turn for by_engine in found for turn in by_engine.get(engine, ())]
+
+
+CONSTRAINED = ("constraints-S-2-cpu-cores-vllm", "constraints-S-2-cpu-cores-openvino-llamacpp")
+KINDS = ("json", "dates", "words", "choice")
+
+
+def constrained() -> str:
+    """Return decode steps under a constraint over those without, each engine to itself."""
+    body = []
+    for engine, words in BESIDE_OURS.items():
+        steps = {
+            kind: [statistics.median(turn["steps_s"]) for turn in turns]
+            for kind in ("any", *KINDS)
+            if (turns := turns_of(CONSTRAINED, kind, engine))
+        }
+        if "any" not in steps:
+            continue
+        plain = statistics.median(steps["any"])
+        cells = [
+            f"{statistics.median(steps[kind]) / plain:.2f} x" if kind in steps else ""
+            for kind in KINDS
+        ]
+        body.append([words, short(1e3 * plain), *cells])
+    return markdown(["", "without, ms per step", *KINDS], body)
+
+
+def first_constrained() -> str:
+    """Return milliseconds to the first token without a grammar, by a known one and by a new one."""
+    body = []
+    for engine, words in BESIDE_OURS.items():
+        times = [
+            [1e3 * turn["prefill_s"] for turn in turns_of(CONSTRAINED, workload, engine)]
+            for workload in (
+                "any-first",
+                *(f"{kind}-first{new}" for kind in KINDS for new in ("", "-new")),
+            )
+        ]
+        if not all(times):
+            continue
+        plain, *rest = (short(statistics.median(each)) for each in times)
+        body.append([words, plain, *map(", ".join, zip(rest[::2], rest[1::2], strict=True))])
+    return markdown(["ms", "without", *KINDS], body)
+
+
+def valid() -> str:
+    """Return the numbers of valid whole texts."""
+    body = []
+    for engine, words in BESIDE_OURS.items():
+        cells = []
+        for kind in KINDS:
+            turns = turns_of(CONSTRAINED, f"{kind}-whole", engine)
+            texts = [text for turn in turns for text in turn["valid"]]
+            cells.append(f"{sum(texts)} of {len(texts)}" if texts else "")
+        if any(cells):
+            body.append([words, *cells])
+    return markdown(["", *KINDS], body)
+
+
+DRAFTED = ("drafts-K-2-cpu-cores-openvino", "drafts-K-2-cpu-cores-vllm")
+TEXTS = {
+    "edited": "one token in twenty differs from the prompt",
+    "edited-4": "the same, 4 sequences",
+    "new": "a text that the prompt has not",
+}
+
+
+def drafted() -> str:
+    """Return the time per token after the first one, without and with drafts by n-grams."""
+    body = []
+    for workload, words in TEXTS.items():
+        for engine, name in BESIDE_OURS.items():
+            plain, drafts = (
+                [
+                    1e3 * (turn["total_s"] - turn["prefill_s"])
+                    for turn in turns_of(DRAFTED, workload, f"{engine}{kind}")
+                ]
+                for kind in ("", ":ngram-16" if engine == "ours" else ":ngram-5")
+            )
+            if plain and drafts:
+                before, after = (statistics.median(each) / 63 for each in (plain, drafts))
+                cells = [short(before), short(after), f"{before / after:.2f}"]
+                body.append([f"{words}: {name}", *cells])
+    return markdown(["ms per token", "without", "with drafts", "times as fast"], body)
 
 
 # --- pipeline.py, gateway.py, poisson.py, kserve.py -----------------------------------------------
@@ -146,6 +256,22 @@ def poisson() -> str:
         body.append([rate, " / ".join(ttft), " / ".join(gap), f"{row['tokens_per_s']:.0f}"])
     head = ["requests/s", "TTFT p50 / p99, s", "gap between tokens p50 / p99, ms", "tokens/s"]
     return markdown(head, body)
+
+
+def first_token() -> str:
+    """Return the times of `first_token.py`."""
+    clients = result("first-token-2-cpu-cores")["clients"]
+    most = list(clients)[-1]
+    body = [
+        [
+            way,
+            *(f"{rows[way]['p50_ms']:.1f}" for rows in clients.values()),
+            f"{clients[most][way]['x_bare']:.2f}",
+        ]
+        for way in clients[most]
+    ]
+    heads = [f"{number} client{'s' * (number != '1')}" for number in clients]
+    return markdown(["TTFT, ms", *heads, f"{most} clients, all tokens, over the bare loop"], body)
 
 
 def kserve() -> str:
@@ -389,9 +515,13 @@ def rank_memory(name: str) -> str:
 
 
 def medians(name: str, figure: str, peers: Sequence[str]) -> list[str]:
-    """Return our median of a figure of `run.py` between cores that are far, and each peer's."""
+    """Return our median of a figure of `run.py` between cores that are far, and each peer's; ""
+    without a turn."""
     by_engine = result(name)["figures"]["far"][figure]
-    return [short(statistics.median(by_engine[engine])) for engine in ("ours", *peers)]
+    return [
+        short(statistics.median(by_engine[engine])) if engine in by_engine else ""
+        for engine in ("ours", *peers)
+    ]
 
 
 FIVE = (0, 1, 2, 4, 6)
@@ -417,8 +547,8 @@ def measured_rows() -> list[list[str]]:
     variants = result("pipeline-2-cpu-cores")["variants"]
     streamed = variants["Redis, five processes, chunks"]
     padded = variants["Transformers, padded batch"]
-    one = medians(PEERS_RUN, "W1-short decode step, ms", ("llamacpp", "openvino", "vllm"))
-    sixteen = medians(PEERS_RUN, "W2 decode step, ms", ("llamacpp", "openvino", "vllm"))
+    one = medians(PEERS_RUN, "W1-short decode step, ms", ALL)
+    sixteen = medians(PEERS_RUN, "W2 decode step, ms", ALL)
     steps = result("recurrent-Q-2-cpu-cores")["figures"]["W1-short decode step, ms"]
     hybrid = {engine: statistics.median(times) for engine, times in steps.items()}
     over_http = {
@@ -491,8 +621,9 @@ def large() -> str:
 
 
 def peers_of(times: Sequence[str]) -> str:
-    """Return the times of the three engines beside ours."""
-    return f"llama.cpp: {times[1]}; OpenVINO GenAI: {times[2]}; vLLM: {times[3]}"
+    """Return the times of the engines beside ours."""
+    names = ("llama.cpp", "OpenVINO GenAI", "vLLM")
+    return "; ".join(f"{name}: {time}" for name, time in zip(names, times[1:], strict=True) if time)
 
 
 OTHERS = ("openvino", "llamacpp")
@@ -536,18 +667,28 @@ def quantized_grpo() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "run-peers": partial(engines_of, [PEERS_RUN], "far", ("llamacpp", "openvino", "vllm")),
-    "run-amx": partial(engines_of, AMX, "near", OTHERS),
+    "run-peers": partial(engines_of, PEERS_RUNS, ("far", "near"), ALL),
+    "run-amx": partial(engines_of, AMX, ("near",), OTHERS),
     "run-transformers": partial(
-        engines_of, ["run-S-2-amx-cores-Transformers"], "near", ("transformers", "generate_batch")
+        engines_of,
+        ["run-S-2-amx-cores-Transformers"],
+        ("near",),
+        ("transformers", "generate_batch"),
     ),
-    "run-vectors": partial(engines_of, VECTORS, "near", OTHERS),
-    "run-epyc": partial(engines_of, EPYC, "near", OTHERS),
-    "run-epyc-busy": partial(engines_of, ["run-S-2-cpu-cores-W1-short-one-busy"], "shared", OTHERS),
+    "run-vectors": partial(engines_of, VECTORS, ("near",), OTHERS),
+    "run-epyc": partial(engines_of, EPYC, ("near",), OTHERS),
+    "run-epyc-busy": partial(
+        engines_of, ["run-S-2-cpu-cores-W1-short-one-busy"], ("shared",), OTHERS
+    ),
+    "constrained": constrained,
+    "first-constrained": first_constrained,
+    "valid": valid,
+    "drafted": drafted,
     "pipeline": partial(pipeline_of, "pipeline-2-cpu-cores"),
     "pipeline-s": partial(pipeline_of, "pipeline-S-2-cpu-cores"),
     "gateway": gateway,
     "poisson": poisson,
+    "first-token": first_token,
     "kserve": kserve,
     "chaos": partial(chaos_of, "chaos", STREAM_FAULTS),
     "chaos-http": partial(chaos_of, "chaos-http", HTTP_FAULTS),
@@ -570,7 +711,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rank-memory": partial(rank_memory, "ranks-memory"),
     "five": five,
     "measured": measured,
-    "beside-vllm": partial(engines_of, ["run-quantized-S-2-cpu-cores-vllm"], "near", ("vllm",)),
+    "beside-vllm": partial(engines_of, ["run-quantized-S-2-cpu-cores-vllm"], ("near",), ("vllm",)),
     "beside-llamacpp": large,
     "formats": formats,
     "quantized-grpo": quantized_grpo,

@@ -5,8 +5,10 @@ Imports only the standard library, since engines run in different environments.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 
@@ -30,6 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "S": qwen2(896, 4864, 24, (14, 2), 151_936),
     # Qwen2.5-7B's
     "L": qwen2(3584, 18_944, 28, (28, 4), 152_064) | {"tie_word_embeddings": False},
+    # Qwen2.5-0.5B's with an output layer of its own, which makes its text known
+    "K": qwen2(896, 4864, 24, (14, 2), 151_936) | {"tie_word_embeddings": False},
     # Between S and T, for float32 on few cores
     "M": qwen2(512, 2048, 8, (8, 2), 32_768),
     # Qwen3.5-0.8B's: a Gated DeltaNet in three of four layers
@@ -62,6 +66,22 @@ def object_schema(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+FIRST_WORD = 300
+"""The first token of known texts; those before are special tokens and bytes."""
+
+
+@cache
+def random_successors(size: int, first: int, seed: int) -> list[int]:
+    """Return the successor of each token: tokens from `first` on are one random cycle, those before
+    are their own successors."""
+    circle = list(range(first, size))
+    random.Random(seed).shuffle(circle)
+    successors = list(range(size))
+    for token, following in itertools.pairwise([*circle, circle[0]]):
+        successors[token] = following
+    return successors
+
+
 @dataclass(frozen=True)
 class Workload:
     """Prompts that are all there at the start, or that arrive one by one.
@@ -77,6 +97,11 @@ class Workload:
         rate: Arrivals per second (Poisson); 0 is all at once.
         top_p: Less than 1 restricts the choice.
         uniform: Lengths of prompts are uniform instead.
+        constraint: Form of the texts, one of `KINDS`.
+        size: Records of the JSON, dates or words; each has at least one token.
+        fresh: Every run has a grammar that no run had before.
+        text: Known text of the model K: with "edited" the prompt has it with one token in twenty
+            changed, with "new" it has nothing of it.
     """
 
     prompts: int
@@ -90,7 +115,18 @@ class Workload:
     # Not in the seed of requests, which others have without them.
     top_p: float = field(default=1.0, repr=False)
     uniform: bool = field(default=False, repr=False)
+    constraint: str = field(default="", repr=False)
+    size: int = field(default=0, repr=False)
+    fresh: bool = field(default=False, repr=False)
+    text: str = field(default="", repr=False)
 
+    @property
+    def whole(self) -> bool:
+        """Whether texts under the constraint end before the last of the new tokens."""
+        return 0 < self.size < self.new_tokens[1]
+
+
+KINDS = ("json", "dates", "words", "choice")
 
 WORKLOADS = {
     "W1": Workload(1, 128, 128, (64, 64)),
@@ -101,23 +137,92 @@ WORKLOADS = {
     "W3": Workload(4, 256, 256, (32, 32), samples=8, temperature=1.0),
     "W4": Workload(64, 32, 512, (16, 128), rate=1.0),
     "W5": Workload(32, 64, 64, (32, 32), common=1024),
+    "W6": Workload(1, 4096, 4096, (16, 16)),
+    "W7": Workload(4, 2048, 2048, (16, 16)),
+    "W8": Workload(64, 64, 64, (16, 16)),
+    # Without a constraint, for the ratios; with one, in texts too long to end; the first token
+    # by a known grammar and by a new one; and whole texts, for their validity.
+    "any": Workload(4, 32, 32, (16, 16)),
+    **{kind: Workload(4, 32, 32, (16, 16), constraint=kind, size=30) for kind in KINDS},
+    "any-first": Workload(1, 16, 16, (2, 2)),
+    **{
+        f"{kind}-first{'-new' * fresh}": Workload(
+            1, 16, 16, (2, 2), constraint=kind, size=30, fresh=fresh
+        )
+        for kind in KINDS
+        for fresh in (False, True)
+    },
+    **{f"{kind}-whole": Workload(4, 32, 32, (256, 256), constraint=kind, size=1) for kind in KINDS},
+    "edited": Workload(1, 192, 192, (64, 64), text="edited"),
+    "edited-4": Workload(4, 192, 192, (64, 64), text="edited"),
+    "new": Workload(1, 192, 192, (64, 64), text="new"),
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt of a run: its tokens, how many to generate, and when it arrives, in seconds."""
+    """One prompt of a run.
+
+    Attributes:
+        token_ids: Its tokens.
+        new_tokens: How many to generate.
+        arrival_s: When it arrives, in seconds.
+        constraint: See `constraint_of`.
+        answer: The tokens that a model of known text generates.
+    """
 
     token_ids: list[int]
     new_tokens: int
     arrival_s: float
+    constraint: dict[str, Any] = field(default_factory=dict)
+    answer: list[int] = field(default_factory=list)
+
+
+def constraint_of(kind: str, size: int, number: int) -> dict[str, Any]:
+    """Return a `json_schema`, `regex` or `choice`; the last two also as `gbnf`, which is all that
+    llama.cpp has. Few tokens continue a date, and nearly every one a word. Grammars of different
+    numbers differ."""
+    if kind == "json":
+        record = object_schema(
+            {
+                "id": {"type": "integer", "minimum": 0, "maximum": 999},
+                "kind": {"enum": ["order", "offer", "bill", "note"]},
+                "paid": {"type": "boolean"},
+                f"name{number}": {"type": "string", "maxLength": 12},
+            }
+        )
+        items = {"items": record, "minItems": size, "maxItems": size}
+        return {"json_schema": {"type": "array", **items}}
+    if kind == "dates":
+        year = 4 + number
+        return {
+            "regex": f"([0-9]{{{year}}}-[0-9]{{2}}-[0-9]{{2}}, ){{{size}}}",
+            "gbnf": f"root ::= date{{{size}}}\n"
+            f'date ::= [0-9]{{{year}}} "-" [0-9]{{2}} "-" [0-9]{{2}} ", "',
+        }
+    if kind == "words":
+        longest = 12 + number
+        return {
+            "regex": f"([a-z]{{2,{longest}}} ){{{size}}}",
+            "gbnf": f'root ::= word{{{size}}}\nword ::= [a-z]{{2,{longest}}} " "',
+        }
+    rng = random.Random(number)
+    texts = [
+        " ".join("".join(rng.choices("abcdefghij", k=3)) for _ in range(size)) for _ in range(50)
+    ]
+    return {"choice": texts, "gbnf": "root ::= " + " | ".join(f'"{text}"' for text in texts)}
 
 
 def make_requests(workload: Workload, vocab_size: int, seed: int) -> list[Request]:
     """Return the same requests for every engine, and others for every seed, which no cache has."""
     # The workload is part of the seed, so that workloads have no prompts in common.
-    rng = random.Random(f"{seed} {workload}")
-    first, last = min(300, vocab_size // 4), vocab_size - min(1936, vocab_size // 4)
+    further = f"{workload.constraint}{workload.text}{workload.fresh or ''}"
+    rng = random.Random(f"{seed} {workload}{further}")
+    first, last = min(FIRST_WORD, vocab_size // 4), vocab_size - min(1936, vocab_size // 4)
+    constraint = {}
+    if workload.constraint:
+        number = seed + 1 if workload.fresh else 0
+        constraint = constraint_of(workload.constraint, workload.size, number)
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(first, last) for _ in range(count)]
@@ -129,7 +234,31 @@ def make_requests(workload: Workload, vocab_size: int, seed: int) -> list[Reques
         if workload.uniform:
             length = rng.randint(workload.shortest, workload.longest)
         new_tokens = rng.randint(*workload.new_tokens)
-        requests.append(Request(common + tokens(length), new_tokens, now))
+        prompt, answer = common + tokens(length), []
+        if workload.text:
+            prompt, answer = known_text(prompt, new_tokens, workload.text, vocab_size, rng)
+        requests.append(Request(prompt, new_tokens, now, constraint, answer))
         if workload.rate:
             now += rng.expovariate(workload.rate)
     return requests
+
+
+CHANGED = 0.05
+"""Share of an edited text's tokens that differ in the prompt."""
+
+
+def known_text(
+    filler: list[int], new_tokens: int, kind: str, vocab_size: int, rng: random.Random
+) -> tuple[list[int], list[int]]:
+    """Return a prompt of as many tokens as the filler, and the tokens that follow it."""
+    successors = random_successors(vocab_size, FIRST_WORD, seed=1)
+    text = [rng.choice(filler)]
+    while len(text) < 16 + new_tokens:
+        text.append(successors[text[-1]])
+    context, answer = text[:16], text[16:]
+    if kind == "new":
+        return filler[: -len(context)] + context, answer
+    before = [rng.choice(filler) if rng.random() < CHANGED else token for token in text]
+    rest = filler[: len(filler) - len(before) - len(context)]
+    middle = len(rest) // 2
+    return [*rest[:middle], *before, *rest[middle:], *context], answer

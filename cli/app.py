@@ -317,5 +317,8 @@ def _advice(error: Any, context: Any, command: str) -> str:
     if any(each.param_type_name == "argument" for each in params):
         return "; a text with spaces needs quotes"
     if any("--model" in each.opts for each in params):
-        return "; a model is given with --model"
+        # Other programs talk to a model by this name.
+        is_run = context.info_name == "run"
+        serving = "; 'nano-inference serve MODEL' serves it, and 'nano-inference chat' talks to it"
+        return f"; a model is given with --model{serving if is_run else ''}"
     return ""

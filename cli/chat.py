@@ -44,6 +44,7 @@ COMMANDS = {
     "/regenerate": "answers the last question again",
     "/model": "NAME goes on with another model; without NAME it lists them",
     "/system": "TEXT sets the system prompt; without TEXT it is removed",
+    "/file": "FILE is a text for the next question",
     "/image": "FILE is an image for the next question",
     "/save": "FILE writes the conversation, as JSON in OpenAI's form",
     "/load": "FILE goes on with such a conversation",
@@ -60,6 +61,8 @@ _PROMPT = "> "
 
 _RESULT_CELLS = 400
 """Columns of a tool's result that are shown."""
+
+_BACKTICKS = re.compile("`+")
 
 _PLACE = re.compile(r"^messages\[\d+\][\w.\[\]]*: ")
 
@@ -159,6 +162,7 @@ class _Chat:
     def __post_init__(self) -> None:
         self._messages: list[Message] = []
         self._images: list[bytes] = []
+        self._texts: list[str] = []
         self._ctrl_c = _CtrlC()
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._shows_markdown = self._on_terminal and not self.is_plain and has_cursor(sys.stdout)
@@ -263,12 +267,16 @@ class _Chat:
             match name:
                 case "/quit":
                     raise EOFError
+                case "/file":
+                    self._texts.append(_quoted(_file(name, rest)))
+                    _note(f"{rest} goes with the next question")
                 case "/image":
                     self._images.append(read_image(_file(name, rest)))
                     _note(f"{rest} goes with the next question")
                 case "/clear":
                     self._messages.clear()
                     self._images.clear()
+                    self._texts.clear()
                     _note("the conversation is forgotten")
                 case "/system":
                     self.system = rest
@@ -366,8 +374,9 @@ class _Chat:
 
     def _question(self, runner: asyncio.Runner, text: str) -> None:
         """Ask a question. Raises EOFError: The input ends at a tool call."""
-        asked = question(text, self._images)
+        asked = question("\n\n".join([*self._texts, text]), self._images)
         self._images.clear()
+        self._texts.clear()
         self._ask(runner, asked)
 
     def _ask(self, runner: asyncio.Runner, asked: Message) -> bool:
@@ -590,6 +599,22 @@ def _dim(*lines: str) -> None:
     sys.stdout.flush()
     sys.stderr.writelines(f"{begin}{line}{end}\n" for line in lines)
     sys.stderr.flush()
+
+
+def _quoted(path: Path) -> str:
+    """Return a text file as a block of code under its name, as the console sends it.
+
+    Raises:
+        ConfigError: It can't be read, or is no text.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}; give a readable file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no text in UTF-8; /image takes images") from None
+    fence = "`" * max([3, *(len(run) + 1 for run in _BACKTICKS.findall(text))])
+    return f"{path.name}:\n{fence}\n{text}\n{fence}"
 
 
 def _file(command: str, name: str) -> Path:

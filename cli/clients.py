@@ -239,6 +239,7 @@ class ServerClient:
         self._model = model
         self.url = server.url
         self.root = server.url.removesuffix("/v1")
+        self._at = server.typed or server.url
         headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         # The server limits the time of an answer, and Ctrl-C ends it.
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
@@ -284,22 +285,22 @@ class ServerClient:
             why = _why(error)
             if isinstance(error, httpx2.SSEError):
                 raise RequestError(
-                    f"{self.url} is not such a server: {why}",
+                    f"{self._at} is not such a server: {why}",
                     code="malformed_output",
                     remedy="give the URL of a server of nano-inference",
                 ) from None
             if answered or isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
                 raise RequestError(
-                    f"the server at {self.url} ended call {call_id} before its answer did ({why})",
+                    f"the server at {self._at} ended call {call_id} before its answer did ({why})",
                     code=LOST,
                     remedy="send it again once `nano-inference health --url` says that it is ready",
                 ) from None
             if self.url == connection.DEFAULT_SERVER:
                 raise Unreachable(
-                    f"no server at {self.url}; start one with `nano-inference serve`, or give the "
+                    f"no server at {self._at}; start one with `nano-inference serve`, or give the "
                     "URL of another with --url, or a pipeline's bus with --bus"
                 ) from None
-            raise Unreachable(f"can't reach {self.url}: {why}") from None
+            raise Unreachable(f"can't reach {self._at}: {why}") from None
 
     async def _call(self, method: str, url: str, kind: type[T], body: Any = None) -> T:
         async with self._answer(method, url, body) as response:
@@ -310,7 +311,7 @@ class ServerClient:
             return msgspec.json.decode(body, type=kind)
         except ValueError:
             raise RequestError(
-                f"{self.url} is not such a server; it answers {cut(ascii(body[:400]))}",
+                f"{self._at} is not such a server; it answers {cut(ascii(body[:400]))}",
                 code="malformed_output",
                 remedy="give the URL of a server of nano-inference",
             ) from None
@@ -519,14 +520,14 @@ class ServerClient:
         status, body = await self._get("/status")
         if status == 404:
             raise ConfigError(
-                f"{self.root} has no /status; only nano-inference's servers have",
+                f"{self._at} has no /status; only nano-inference's servers have",
                 remedy="give the URL of one",
             )
         try:
             found = msgspec.json.decode(body, type=PipelineStatus)
         except ValueError:
             raise ConfigError(
-                f"{self.root}/status is not an answer of nano-inference",
+                f"the /status of {self._at} is not an answer of nano-inference",
                 remedy="give the URL of nano-inference",
             ) from None
         found = replace(found, url=self.root)
@@ -543,7 +544,7 @@ class ServerClient:
         # KServe's probe of a model says no with 400.
         status, body = await self._get(path, refused=(400, 503))
         if status == 404:
-            raise ConfigError(f"{self.root} has no {path}; give that of nano-inference")
+            raise ConfigError(f"{self._at} has no {path}; give that of nano-inference")
         if status == 200:
             return ""
         try:

@@ -41,10 +41,14 @@ DEFAULT_SERVER = f"{ROOT}/v1"
 
 
 class ServerAddress(NamedTuple):
-    """A server: the URL of its OpenAI interface, without a slash at its end, and the key for it."""
+    """A server: the URL of its OpenAI interface, without a slash at its end, and the key for it.
+
+    `typed`: Its URL as the user typed it.
+    """
 
     url: str
     api_key: str = ""
+    typed: str = ""
 
 
 Target = ServerAddress | Config
@@ -158,7 +162,7 @@ def server_of(options: Options) -> ServerAddress:
         raise ConfigError(f"--url is {shown(url)}; it must be such as {DEFAULT_SERVER}")
     path = parts.path.rstrip("/") or "/v1"
     url = parts._replace(path=path, query="", fragment="").geturl()
-    return ServerAddress(url, options.api_key or "")
+    return ServerAddress(url, options.api_key or "", options.url or "")
 
 
 def web_address(url: str) -> SplitResult | None:

@@ -278,18 +278,23 @@ def date(stamp_ns: int, *, seconds: bool = True) -> str:
     return time.strftime(form, time.localtime(stamp_ns / 1e9))
 
 
+def begin_ns(completion: Completion) -> int:
+    """Return when a request was published, as its causes of time have it, or else received; 0 if
+    neither is known."""
+    timings = completion.timings
+    return min(filter(None, (timings.published_ns, timings.received_ns)), default=0)
+
+
 def ttft(completion: Completion) -> str:
     """Return the time to the first token in milliseconds; "-" without one."""
-    timings = completion.timings
-    first_ns = timings.first_token_ns
-    return milliseconds(first_ns - timings.received_ns) if first_ns else "-"
+    first_ns = completion.timings.first_token_ns
+    return milliseconds(first_ns - begin_ns(completion)) if first_ns else "-"
 
 
 def total(completion: Completion) -> str:
     """Return the time of a request in milliseconds; "-" if admission has not received it."""
-    timings = completion.timings
-    received_ns = timings.received_ns
-    return milliseconds(timings.finished_ns - received_ns) if received_ns else "-"
+    start_ns = begin_ns(completion)
+    return milliseconds(completion.timings.finished_ns - start_ns) if start_ns else "-"
 
 
 def harmless(text: str) -> str:

@@ -22,7 +22,7 @@ from ..telemetry.trace_tree import Trace, find_trace, jaeger
 from .clients import run_operation
 from .operations import COMMANDS, Row
 from .options import Options, argument, option, takes_status_options
-from .terminal import STAGE_STYLES, cut, stderr, stdout, total, ttft
+from .terminal import STAGE_STYLES, begin_ns, cut, stderr, stdout, total, ttft
 
 
 @takes_status_options
@@ -49,6 +49,9 @@ def trace(
         nano-inference trace my-request --file traces.jsonl
 
         nano-inference trace my-request --file traces.jsonl --html trace.html
+
+    Below the stages are the causes of the time, which add up to the total; *overhead* is the
+    engine's own work and the way between its stages.
 
     The page is self-contained. Jaeger's search page loads the file of --jaeger under "Upload".
     """
@@ -182,8 +185,8 @@ class Waterfall:
         if not stages:
             yield Text("no stage has recorded a time", style="dim")
             return
-        begin_ns = min(timings.received_ns or stages[0].start_ns, *(s.start_ns for s in stages))
-        chart = Chart(begin_ns, max(timings.finished_ns, *(s.end_ns for s in stages)), width)
+        begin = min(begin_ns(self.completion) or stages[0].start_ns, *(s.start_ns for s in stages))
+        chart = Chart(begin, max(timings.finished_ns, *(s.end_ns for s in stages)), width)
         for each in stages:
             chart.add(each.stage, STAGE_STYLES.get(each.stage, ""), each.start_ns, each.end_ns)
         if timings.first_token_ns:

@@ -26,8 +26,18 @@ MAX_PROMPT_TARGETS = 1024
 """Most targets at a position of a prompt."""
 
 
-class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Constrained decoding: exactly one of these. docs/constraints.md.
+class _CheckedWhenCalled(SettingsMeta):
+    """Checks the parameters that Python callers make. Decoding and `msgspec.structs.replace` don't
+    call the class, so admission checks them again."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        made = super().__call__(*args, **fields)
+        made.check_call()
+        return made
+
+
+class Constraint(Settings, frozen=True, omit_defaults=True, metaclass=_CheckedWhenCalled):
+    """Constrained decoding: exactly one of these, or ParameterError. docs/constraints.md.
 
     Attributes:
         json_object: Any JSON object.
@@ -44,6 +54,12 @@ class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_default
     choice: tuple[str, ...] | None = None
     lark: str | None = None
     gbnf: str | None = None
+
+    def check_call(self) -> None:
+        """Raises ParameterError: a type is wrong, or not exactly one kind is given."""
+        from .sampling_checks import check_constraint
+
+        check_constraint(self)
 
 
 class Parameter(NamedTuple):
@@ -65,20 +81,6 @@ class Parameter(NamedTuple):
 
 _ANY_PENALTY = Range("from -2 to 2; 0 is off", -2, 2)
 _NO_BIAS: FrozenDict[int, float] = FrozenDict()
-
-
-class _CheckedWhenCalled(SettingsMeta):
-    """Checks the parameters that Python callers make. Decoding and `msgspec.structs.replace` don't
-    call the class, so admission checks them again."""
-
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
-        params = super().__call__(*args, **fields)
-        for name in compress(_FIELDS, map(is_not, _all_of(params), _ALL_DEFAULTS)):
-            from .sampling_checks import take
-
-            take(params, name, TYPES[name], RANGES.get(name))
-        check_ranges(params)
-        return params
 
 
 class SamplingParams(Settings, frozen=True, omit_defaults=True, metaclass=_CheckedWhenCalled):
@@ -314,6 +316,14 @@ class SamplingParams(Settings, frozen=True, omit_defaults=True, metaclass=_Check
             return None
         return sum(each >= 0 for each in chain.from_iterable(self.prompt_logprob_token_ids))
 
+    def check_call(self) -> None:
+        """Check types and ranges. Raises ParameterError."""
+        for name in compress(_FIELDS, map(is_not, _all_of(self), _ALL_DEFAULTS)):
+            from .sampling_checks import take
+
+            take(self, name, TYPES[name], RANGES.get(name))
+        check_ranges(self)
+
     def __post_init__(self) -> None:
         """Copy collections, so that a caller who changes its own does not change these.
 
@@ -379,22 +389,15 @@ def check_ranges(params: SamplingParams) -> None:
             invalid_max_draft_tokens.
     """
     # NaN differs from every default.
-    for name in compress(RANGES, map(ne, _numbers_of(params), _NUMBERS)):
-        value, allowed = getattr(params, name), RANGES[name]
-        if value is not None and not allowed.holds(value):
-            raise outside(name, value, allowed.wanted)
-    if params.stop or params.logit_bias:
-        from .sampling_checks import check_logit_bias, check_stop
+    wrong = [
+        outside(name, value, RANGES[name].wanted)
+        for name in compress(RANGES, map(ne, _numbers_of(params), _NUMBERS))
+        if (value := getattr(params, name)) is not None and not RANGES[name].holds(value)
+    ]
+    if wrong or params.min_tokens or params.stop or params.logit_bias or params.constraint:
+        from .sampling_checks import check_rare
 
-        check_stop(params.stop)
-        check_logit_bias(params.logit_bias)
-    if not 0 <= params.min_tokens <= params.max_tokens:
-        wanted = f"from 0 to max_tokens ({shown(params.max_tokens)})"
-        raise outside("min_tokens", params.min_tokens, wanted)
-    if params.constraint is not None and (params.ignore_eos or params.min_tokens):
-        from .sampling_checks import endless
-
-        raise endless()
+        check_rare(params, wrong)
 
 
 def outside(name: str, value: object, wanted: str) -> ParameterError:

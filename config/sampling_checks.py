@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -76,17 +76,73 @@ def without_arrays(value: Any) -> Any:
     return value
 
 
-def endless() -> ParameterError:
-    """Return the refusal of a constraint whose text may not end."""
-    return ParameterError(
-        "a constraint ends with the model's end-of-sequence token, which ignore_eos and "
-        "min_tokens forbid; leave these out",
-        param="constraint",
-        code="invalid_constraint",
-    )
+def kinds_of(constraint: Any) -> list[str]:
+    """Return the fields of a Constraint that are set."""
+    names = constraint.__struct_fields__
+    return [name for name in names if getattr(constraint, name) not in (None, False)]
 
 
-def check_logit_bias(logit_bias: Mapping[int, float]) -> None:
+def check_constraint(constraint: Any) -> None:
+    """Check the types of a Constraint's fields, and `kind_of`.
+
+    Raises:
+        ParameterError: invalid_request, invalid_constraint.
+    """
+    types = get_type_hints(type(constraint))
+    for name in kinds_of(constraint):
+        value = getattr(constraint, name)
+        # A schema may be of any size, or refer to itself.
+        if name != "json_schema" or not isinstance(value, dict):
+            check_type(f"constraint.{name}", value, types[name], None)
+    kind_of(constraint)
+
+
+def kind_of(constraint: Any) -> str:
+    """Return the only kind of a Constraint.
+
+    Raises:
+        ParameterError: invalid_constraint: there is not exactly one kind, or no text to choose.
+    """
+    kinds, wrong = kinds_of(constraint), ""
+    if len(kinds) != 1:
+        wanted = ", ".join(constraint.__struct_fields__)
+        wrong = f"constraint has {' and '.join(kinds) or 'no kind'}; give exactly one of {wanted}"
+    elif constraint.choice is not None and not (constraint.choice and all(constraint.choice)):
+        wrong = "constraint.choice must be texts that are not empty, one at least"
+    if wrong:
+        raise ParameterError(wrong, param="constraint", code="invalid_constraint")
+    return kinds[0]
+
+
+def check_rare(params: Any, outside: Sequence[ParameterError]) -> None:
+    """Check what few SamplingParams have.
+
+    Args:
+        params: The parameters.
+        outside: The errors of their numbers.
+
+    Raises:
+        ParameterError: As `check_ranges`; of several numbers with the code of the first.
+    """
+    if outside:
+        message = "; ".join(error.message for error in outside)
+        raise ParameterError(message, param=outside[0].param, code=outside[0].code)
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        limit = f"it must be from 0 to max_tokens ({shown(params.max_tokens)})"
+        what = f"min_tokens is {shown(params.min_tokens)}"
+        raise ParameterError(what, limit, param="min_tokens", code="invalid_min_tokens")
+    _check_stop(params.stop)
+    _check_logit_bias(params.logit_bias)
+    if params.constraint is not None and (params.ignore_eos or params.min_tokens):
+        raise ParameterError(
+            "a constraint ends with the model's end-of-sequence token, which ignore_eos and "
+            "min_tokens forbid; leave these out",
+            param="constraint",
+            code="invalid_constraint",
+        )
+
+
+def _check_logit_bias(logit_bias: Mapping[int, float]) -> None:
     """Raises ParameterError: invalid_logit_bias."""
     wrong = ""
     if len(logit_bias) > MAX_BIASED_TOKENS:
@@ -102,7 +158,7 @@ def check_logit_bias(logit_bias: Mapping[int, float]) -> None:
         raise _unusable("logit_bias", wrong, "invalid_logit_bias")
 
 
-def check_stop(stop: tuple[str, ...]) -> None:
+def _check_stop(stop: tuple[str, ...]) -> None:
     """Raises ParameterError: invalid_stop."""
     wrong = ""
     if len(stop) > MAX_STOP_STRINGS:

@@ -47,7 +47,7 @@ from .endpoints import gateway_routes, recent_status, single_model_routes
 from .operations import operation_routes
 from .policy.policy import Policy
 from .server.callers import JsonOnly
-from .server.http import Answered, Response, answer_own, error_handler, error_response
+from .server.http import Answered, Response, error_handler, error_response, noted
 from .server.measures import Measures
 from .serving.chain import PolicyChain
 from .serving.durable_calls import DurableCalls, watch_orphans
@@ -124,8 +124,7 @@ class Application(Starlette):
                 (NanoInferenceError, HTTPException, ClientLeft), answer
             ),
         )
-        self.router = IndexedRouter(self.router.routes)
-        self._own_calls = ExceptionMiddleware(self.router, {Exception: answer})
+        self.router = self._indexed = IndexedRouter(self.router.routes)
 
     async def answer_own(self, call: Call, body: bytes) -> Answered:
         """Answer a call of the gateway itself, past the layers that check clients' calls.
@@ -134,7 +133,17 @@ class Application(Starlette):
             call: The call, with its caller. The response is not a stream.
             body: The call's body.
         """
-        return await answer_own(self._own_calls, self, call, body)
+        response = await self.response_to(call, body)
+        return Answered(response.status_code, response.headers, bytes(response.body))
+
+    async def response_to(self, call: Call, body: bytes) -> Response:
+        """Return the response of `answer_own`."""
+        call.body = body
+        try:
+            route = self._indexed.route_of(call)
+            return await route.answer(call, self.chain, self.unknown_fields)
+        except Exception as error:  # noqa: BLE001
+            return self.respond(call, noted(call, error))
 
     @staticmethod
     def respond(call: Call, error: NanoInferenceError) -> Response:
@@ -197,7 +206,7 @@ class GatewayApp(Application):
         self.batches = BatchRunner(
             self.answer_own,
             store.batches,
-            store.calls,
+            store.calls if client.bus.durable else None,
             files,
             config.batches,
             lambda: kserve.readiness.draining,

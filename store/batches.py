@@ -333,10 +333,11 @@ class BatchStore:
 
     async def take(self, batch_id: str, number: int, owner: str, lease_s: int) -> bool:
         """Take the lease of a segment; return whether it was free or the owner's."""
-        key = self._keys.segment(batch_id, number)
-        command: Command = ("SET", key, owner, "NX", "GET", "EX", lease_s)
-        (before,) = await self._records.run_all([command])
+        (before,) = await self._records.run_all([self._taken(batch_id, number, owner, lease_s)])
         return before is None or before == owner.encode()
+
+    def _taken(self, batch_id: str, number: int, owner: str, lease_s: int) -> Command:
+        return ("SET", self._keys.segment(batch_id, number), owner, "NX", "GET", "EX", lease_s)
 
     async def renew(
         self, batch_id: str, number: int, lease_s: int, completed: int = 0, failed: int = 0
@@ -376,6 +377,23 @@ class BatchStore:
         )
         # A write whose reply was lost finds its own result.
         return bool(added) or kept == raw
+
+    async def skip(
+        self, batch_id: str, results: Mapping[int, SegmentResult], owner: str, lease_s: int
+    ) -> list[int]:
+        """Record results of many segments, except of those whose lease is held or that have one;
+        return the segments whose result counts."""
+        takes = [self._taken(batch_id, number, owner, lease_s) for number in results]
+        before = await self._records.run_all(takes)
+        free = [number for number, held in zip(results, before, strict=True) if held is None]
+        key = self._keys.batch(batch_id)
+        found = [(_DONE + b"%d" % each, msgspec.json.encode(results[each])) for each in free]
+        added: list[Command] = [("HSETNX", key, field, raw) for field, raw in found]
+        *new, _ = await self._records.run_all([*added, ("EXPIRE", key, _FORGOTTEN_S, "NX")])
+        await self._records.run_all(
+            [("DEL", self._keys.segment(batch_id, number)) for number in free]
+        )
+        return [number for number, is_new in zip(free, new, strict=True) if is_new]
 
 
 def _stored(fields: Mapping[bytes, bytes]) -> StoredBatch | None:

@@ -1,28 +1,25 @@
-"""Metrics of one process, recorded through OpenTelemetry and read by Prometheus.
+"""Metrics of one process, in OpenTelemetry's form, read by Prometheus.
 
-If nothing exposes them there is no meter, and a call costs one lookup in an empty dict.
+If nothing exposes them nothing is recorded, and a call costs one lookup in an empty dict.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import ConfigError, TelemetryConfig
-from . import names
-from .instruments import INSTRUMENTS, LOG_DROPPED, Instrument
-from .log_output import dropped_lines
-from .spans import resource_of, scope
+from .instruments import Instrument
+from .spans import resource_of
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import Meter, Observation
-    from opentelemetry.sdk.metrics import MeterProvider
     from prometheus_client import CollectorRegistry
 
     from ..bus.public import Completion
     from .aliases import Aliases
+    from .measurements import Measurements
 
 Labels = Mapping[str, str]
 
@@ -41,13 +38,13 @@ class Metrics:
     """Records measurements. Each process sets up its own.
 
     Attributes:
-        provider: The destination; None for none.
+        measurements: The destination; None for none.
         close: Ends its exposition.
         registry: Reads it.
         aliases: Records the metrics of another engine, too; None for none.
     """
 
-    provider: MeterProvider | None = None
+    measurements: Measurements | None = None
     close: Callable[[], None] = lambda: None
     registry: CollectorRegistry | None = None
     aliases: Aliases | None = None
@@ -55,32 +52,23 @@ class Metrics:
     def __post_init__(self) -> None:
         self._always: Labels = _NO_LABELS
         self._record: dict[str, Callable[[float, Labels], None]] = {}
-        if self.provider is not None:
-            meter = self.provider.get_meter(scope().name, scope().version, scope().schema_url)
-            self._record = {
-                instrument.name: _recorder(meter, instrument)
-                for instrument in INSTRUMENTS
-                if instrument is not LOG_DROPPED
-            }
+        if self.measurements is not None:
+            self._record = self.measurements.recorders
             if self.aliases is not None:
                 self._record = {
                     name: _both(record, self.aliases.recorder(name))
                     for name, record in self._record.items()
                 }
-            # Counted by the log output, for the whole process.
-            meter.create_observable_counter(
-                LOG_DROPPED.name, [_dropped_lines], LOG_DROPPED.unit, LOG_DROPPED.description
-            )
 
     @property
     def enabled(self) -> bool:
         """Whether measurements are recorded."""
-        return self.provider is not None
+        return self.measurements is not None
 
     def record(self, instrument: Instrument, value: float, labels: Labels = _NO_LABELS) -> None:
         """Add to a counter, set a gauge, or put a value into a histogram.
 
-        Takes some microseconds: fit for a request or a step, not for each token.
+        Takes a microsecond: fit for a request or a step, not for each token.
         """
         record = self._record.get(instrument.name)
         if record is not None:
@@ -149,8 +137,6 @@ class Metrics:
     def shutdown(self) -> None:
         """End the exposition."""
         self.close()
-        if self.provider is not None:
-            self.provider.shutdown()
 
 
 def priority_label(priority: int) -> str:
@@ -183,35 +169,22 @@ def setup_metrics(
     if not (config.metrics_port or without_port):
         return Metrics()
     # Imported only if metrics are on, since the imports take time.
-    from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
     from prometheus_client import CollectorRegistry
 
+    from .measurements import Measurements, expose
+
     registry = CollectorRegistry()
-    reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
-    provider = MeterProvider(
-        [reader], resource_of(config, instance), exemplar_filter=AlwaysOffExemplarFilter()
-    )
+    measurements = Measurements(resource_of(config, instance))
+    expose(measurements, registry)
     aliases = None
     if config.metric_names != "nano":
         from .aliases import open_aliases
 
         aliases = open_aliases(config.metric_names, registry, model)
-    metrics = Metrics(provider, registry=registry, aliases=aliases)
+    metrics = Metrics(measurements, registry=registry, aliases=aliases)
     if listens:
-        try:
-            metrics.listen(config)
-        except ConfigError:
-            provider.shutdown()
-            raise
+        metrics.listen(config)
     return metrics
-
-
-def _dropped_lines(options: object) -> Iterator[Observation]:
-    from opentelemetry.metrics import Observation
-
-    for reason, lines in dropped_lines.items():
-        yield Observation(lines, {names.LOG_REASON: reason})
 
 
 def _both(
@@ -225,15 +198,3 @@ def _both(
         alias(value, labels)
 
     return record_both
-
-
-def _recorder(meter: Meter, instrument: Instrument) -> Callable[[float, Labels], None]:
-    about = (instrument.name, instrument.unit, instrument.description)
-    match instrument.kind:
-        case "counter":
-            return meter.create_counter(*about).add
-        case "gauge":
-            return meter.create_gauge(*about).set
-    return meter.create_histogram(
-        *about, explicit_bucket_boundaries_advisory=instrument.buckets
-    ).record

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from opentelemetry.sdk.resources import Resource
@@ -68,16 +68,20 @@ class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
     # The only attribute that processors read.
     context: ClassVar = SimpleNamespace(trace_flags=SimpleNamespace(sampled=True))
 
-    def readable(self, resource: Resource) -> ReadableSpan:
-        """Return the span as the SDK's class. `resource`: the process that made it.
-
-        Raises:
-            ValueError: Its trace's ids are none, or OTLP can't hold its times.
-        """
+    def check(self) -> None:
+        """Raise ValueError if its trace's ids are none, or OTLP can't hold its times."""
         if not self.trace.is_valid:
             raise ValueError("its trace's ids are none")
         if not 0 <= self.start_ns <= self.end_ns < 2**64:
             raise ValueError("its times are no unsigned integers of 64 bits")
+
+    def readable(self, resource: Resource) -> ReadableSpan:
+        """Return the span as the SDK's class. `resource`: the process that made it.
+
+        Raises:
+            ValueError: As `check`.
+        """
+        self.check()
         own = self.trace if self.is_first else self.trace.child(self.span_id)
         return ReadableSpan(
             name=self.name,
@@ -98,16 +102,22 @@ class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
 class ReadableExporter(SpanExporter):
     """Passes finished spans to an exporter of the SDK's spans."""
 
-    def __init__(self, exporter: SpanExporter, resource: Resource) -> None:
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        resource: Resource,
+        convert: Callable[[FinishedSpan], Any] | None = None,
+    ) -> None:
+        """`convert`: returns a span as the exporter takes it, in place of `readable`."""
         self._exporter = exporter
-        self._resource = resource
+        self._convert = convert or (lambda span: span.readable(resource))
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter. A span that can't be converted is left out, with a log line."""
         readable = []
         for span in finished(spans):
             try:
-                readable.append(span.readable(self._resource))
+                readable.append(self._convert(span))
             except ValueError as error:
                 get_logger().warning("span_not_encoded", name=span.name, reason=str(error))
         return self._exporter.export(readable)

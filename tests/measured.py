@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import HistogramDataPoint
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from nano_inference.telemetry import Metrics
 from nano_inference.telemetry.instruments import Instrument
+from nano_inference.telemetry.measurements import Measurements
 
 ByLabels = dict[tuple[str, ...], float]
 
@@ -31,8 +32,8 @@ class Measured:
     """Metrics that stay in memory."""
 
     def __init__(self) -> None:
-        self._reader = InMemoryMetricReader()
-        self.metrics = Metrics(MeterProvider([self._reader]))
+        self._measurements = Measurements(Resource.create())
+        self.metrics = Metrics(self._measurements)
 
     def values(self, instrument: Instrument) -> ByLabels:
         """By the values of the labels, in the instrument's order; of a histogram how many."""
@@ -46,8 +47,7 @@ class Measured:
         return {labels: point.sum for labels, point in self._points(histogram)}
 
     def _points(self, instrument: Instrument) -> Iterator[tuple[tuple[str, ...], Any]]:
-        data = self._reader.get_metrics_data()
-        for resource in data.resource_metrics if data else ():
+        for resource in self._measurements.data().resource_metrics:
             for scope in resource.scope_metrics:
                 for metric in scope.metrics:
                     if metric.name == instrument.name:

@@ -78,7 +78,7 @@ def test_a_model_of_known_text_generates_it(tmp_path: Path) -> None:
     models, workloads = load("random_models"), load("workloads")
     shape = workloads.qwen2(128, 128, 2, (2, 1), VOCAB_SIZE)
     shape |= {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1}
-    successors = models.random_successors(VOCAB_SIZE, FIRST, seed=1)
+    successors = workloads.random_successors(VOCAB_SIZE, FIRST, seed=1)
     models.write_known_text_model(tmp_path / "model", shape, successors)
     prompt = list(range(FIRST, FIRST + 8))
     answer = [successors[prompt[-1]]]

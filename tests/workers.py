@@ -67,9 +67,11 @@ def main() -> None:
     listening = socket.socket(fileno=int(sys.argv[1]))
     programs = runpy.run_path(str(PROGRAMS))
     programs["import_all"]()
-    # The clients' libraries, which take seconds, are used by files of all workers.
+    # These libraries take seconds; files of tests import them, and each worker collects all files.
     import anthropic  # noqa: F401
+    import mcp  # noqa: F401
     import openai  # noqa: F401
+    import peft  # noqa: F401
 
     compile_kernels()
     gc.collect()

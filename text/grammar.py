@@ -23,7 +23,16 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from ..config import MOST_SHOWN, Constraint, EngineConfig, ModelError, RequestError, cut, shown
+from ..config import (
+    MOST_SHOWN,
+    Constraint,
+    EngineConfig,
+    ModelError,
+    RequestError,
+    cut,
+    sampling_checks,
+    shown,
+)
 from .grammar_tokenizer import grammar_tokenizer, spellings
 from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 
@@ -61,6 +70,13 @@ _PLACE = re.compile(r"(?:at )?(?P<line>\d+)\(\d+\): ")
 
 _QUOTED = re.compile(r" *(?:(?P<line>\d+) \| (?P<text>.*)|\^$)")
 """Its lines that quote the grammar, and the mark below them."""
+
+_REGEX_ERROR = re.compile(
+    r"regex parse error:\n(?: {4}(?P<pattern>[^\n]*)\n {4}(?P<before> *)\^)?.*?"
+    r"\nerror: (?P<why>[^\n]*)",
+    re.DOTALL,
+)
+"""The message about a regular expression, with a mark below its wrong part unless it has lines."""
 
 _MOST_WORDS = 400
 """Characters quoted of the library's messages."""
@@ -132,28 +148,18 @@ def invalid(message: str) -> RequestError:
 
 def kind_of(constraint: Constraint) -> str:
     """Return the constraint's kind for telemetry: its field's name, or "none"."""
-    given = _given(constraint)
-    return given[0] if len(given) == 1 else "none"
-
-
-def _given(constraint: Constraint) -> list[str]:
-    return [
-        name
-        for name in constraint.__struct_fields__
-        if getattr(constraint, name) not in (None, False)
-    ]
+    with suppress(RequestError):
+        return sampling_checks.kind_of(constraint)
+    return "none"
 
 
 def plain(constraint: Constraint) -> Constraint:
     """Return the constraint with every value as text.
 
     Raises:
-        RequestError: invalid_constraint: not exactly one kind is given, or a schema can't be JSON.
+        RequestError: invalid_constraint: as `sampling_checks.kind_of`, or a schema can't be JSON.
     """
-    given = _given(constraint)
-    if len(given) != 1:
-        wanted = ", ".join(constraint.__struct_fields__)
-        raise invalid(f"constraint has {shown(given)}; give exactly one of {wanted}")
+    sampling_checks.kind_of(constraint)
     if constraint.json_schema is None:
         return constraint
     schema = constraint.json_schema
@@ -188,8 +194,6 @@ def grammar_of(
         if constraint.regex is not None:
             return grammar_from("regex", constraint.regex)
         if constraint.choice is not None:
-            if not (constraint.choice and all(constraint.choice)):
-                raise invalid("constraint.choice must be texts that are not empty, one at least")
             return grammar_from("choice", msgspec.json.encode(constraint.choice).decode())
         if constraint.lark is not None:
             from .enforced_schema import enforced_lark
@@ -460,6 +464,10 @@ def _unfollowed(said: str) -> RequestError:
     """Return the refusal of a constraint by the library's message."""
     from .enforced_schema import IGNORING
 
+    if wrong := _REGEX_ERROR.search(said):
+        pattern, before, why = wrong.groups()
+        which = f" {shown(pattern)}, at character {len(before) + 1}" if pattern else ""
+        return invalid(f"the constraint can't be followed: the regular expression{which}: {why}")
     advice = f"; {IGNORING}" if _UNSUPPORTED.search(said) else ""
     return invalid(f"the constraint can't be followed: {_said(said)}{advice}")
 

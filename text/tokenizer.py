@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +187,10 @@ def encode(
     """
     try:
         text.encode()
+        if _is_backend_alone(tokenizer):
+            backend = tokenizer.backend_tokenizer
+            found = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return tuple(found[0].ids)
         # verbose: no warning about lengths, which callers check themselves.
         encoded = tokenizer(
             text,
@@ -207,6 +212,26 @@ def encode(
             remedy="send other text, or token ids",
         ) from error
     return tuple(encoded["input_ids"])
+
+
+def _is_backend_alone(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Return whether the library's call adds to the backend's tokens nothing but two thirds of the
+    time: no code of the model's own, and none of the settings that the call changes."""
+    backend = tokenizer.backend_tokenizer
+    kind: Any = type(tokenizer)
+    return (
+        _has_library_call(kind)
+        and backend.truncation is None
+        and backend.padding is None
+        and backend.encode_special_tokens == tokenizer.split_special_tokens
+    )
+
+
+@cache
+def _has_library_call(kind: Any) -> bool:
+    from transformers import PreTrainedTokenizerFast as Library
+
+    return kind.__call__ is Library.__call__ and kind._encode_plus is Library._encode_plus
 
 
 def _shrinks(normalizer: dict[str, Any]) -> float:

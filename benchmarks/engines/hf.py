@@ -30,6 +30,9 @@ class Clock(LogitsProcessor):
 class Generate(worker.Engine):
     name = "generate"
 
+    def can(self, workload: Workload) -> bool:
+        return super().can(workload) and not workload.constraint
+
     def __init__(self, folder: Path, shape: str, threads: int) -> None:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
@@ -46,7 +49,7 @@ class Generate(worker.Engine):
             total_s=time.perf_counter() - start,
             prefill_s=clock.marks[0] - start,
             steps_s=worker.rest_of(clock.marks),
-            tokens=tokens.numel(),
+            outputs=tokens.tolist(),
         )
 
 
@@ -65,7 +68,7 @@ class GenerateBatch(Generate):
             total_s=total,
             prefill_s=prefill - start,
             steps_s=worker.rest_of([mark for mark in outputs[-1].timestamps if mark >= prefill]),
-            tokens=sum(len(output.generated_tokens) for output in outputs),
+            outputs=[output.generated_tokens for output in outputs],
         )
 
 

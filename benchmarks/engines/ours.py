@@ -11,7 +11,7 @@ from cores import TimedEngine
 from worker import Request, Times, Workload, serve
 from workloads import SHAPES
 
-from nano_inference import EngineConfig, SamplingParams
+from nano_inference import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor.runner.attention.choose import kernels_of
 
 
@@ -26,14 +26,17 @@ class Ours(worker.Engine):
         file = folder.with_name(f"{folder.name}-{quantization}.gguf") if from_file else folder
         if from_file:
             quantization = "auto"
+        drafts = worker.draft_tokens()
         config = EngineConfig(
             model_path=str(file),
-            max_model_len=2048,
+            max_model_len=8192 if shape in ("S", "K") else 2048,
             max_batch_size=16 if hybrid else 64,
             kv_cache_bytes=3 << 29 if hybrid else 1 << 27 if shape == "L" else 1 << 29,
             quantization=quantization or "auto",  # type: ignore[arg-type]
             quantization_group=next((int(each) for each in more if each.isdigit()), 0),  # type: ignore[arg-type]
             activation_bits=8 if "a8" in more else 16,
+            **({"speculation": "auto", "draft_sources": ("ngram",)} if drafts else {}),
+            max_draft_tokens=drafts or 16,
         )
         self.engine = TimedEngine(config)
         executor = self.engine._executor
@@ -47,7 +50,7 @@ class Ours(worker.Engine):
         self.held_bytes = weights + sum(tensor.nbytes for tensor in cache)
 
     def can(self, workload: Workload) -> bool:
-        return True
+        return not (workload.constraint and worker.draft_tokens())
 
     def run(self, workload: Workload, requests: list[Request]) -> Times:
         engine = self.engine
@@ -61,8 +64,12 @@ class Ours(worker.Engine):
             now = time.perf_counter() - start
             while waiting and waiting[-1].arrival_s <= now:
                 request = waiting.pop()
+                constraint = {k: v for k, v in request.constraint.items() if k != "gbnf"}
                 params = SamplingParams(
-                    temperature=workload.temperature, max_tokens=request.new_tokens, ignore_eos=True
+                    temperature=workload.temperature,
+                    max_tokens=request.new_tokens,
+                    ignore_eos=not constraint,
+                    constraint=Constraint(**constraint) if constraint else None,
                 )
                 name = engine.add_request(request.token_ids, params, workload.samples)
                 arrivals[name] = request.arrival_s
@@ -86,11 +93,11 @@ class Ours(worker.Engine):
             steps_s=worker.rest_of([mark for mark in marks if mark >= prefill]),
             ttft_s=ttft if workload.rate else [],
             tpot_s=tpot if workload.rate else [],
-            tokens=sum(
-                len(sample.token_ids)
-                for completion in engine.completions.values()
-                for sample in completion.samples
-            ),
+            outputs=[
+                list(sample.token_ids)
+                for name in arrivals
+                for sample in engine.completions[name].samples
+            ],
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ EOS = 1
 
 
 def open_pipeline(
-    folder: Path | str, threads: int, *, prefix_caching: bool
+    folder: Path | str, threads: int, *, prefix_caching: bool, prompt_lookup: bool = False
 ) -> genai.ContinuousBatchingPipeline:
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 2
@@ -29,6 +29,8 @@ def open_pipeline(
         "INFERENCE_PRECISION_HINT": "bf16",
         "PERFORMANCE_HINT": "LATENCY",
     }
+    if prompt_lookup:
+        properties["prompt_lookup"] = True
     return genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
 
 
@@ -38,8 +40,9 @@ def add_request(
     prompt: list[int],
     tokens: int,
     temperature: float,
-    schema: str | None = None,
+    constraint: dict[str, Any] | None = None,
     samples: int = 1,
+    drafts: int = 0,
 ) -> Any:
     """Add a request; its number is also its seed."""
     settings = genai.GenerationConfig()
@@ -50,11 +53,15 @@ def add_request(
     if settings.do_sample:
         settings.temperature, settings.top_p, settings.top_k = temperature, 1.0, 0
         settings.rng_seed = number
-    if schema is None:
-        settings.ignore_eos = True
-    else:
+    if drafts:
+        settings.num_assistant_tokens, settings.max_ngram_size = drafts, 4
+    settings.ignore_eos = not constraint
+    if constraint:
         structured = genai.StructuredOutputConfig()
-        structured.json_schema = schema
+        if "json_schema" in constraint:
+            structured.json_schema = json.dumps(constraint["json_schema"])
+        else:  # it has no choice
+            structured.regex = constraint.get("regex") or "|".join(constraint["choice"])
         settings.structured_output_config = structured
     return pipeline.add_request(number, openvino.Tensor(np.array([prompt], np.int64)), settings)
 
@@ -65,35 +72,32 @@ class OpenVino(worker.Engine):
         converted = folder.with_name(f"{folder.name}-openvino{kind and '-'}{kind}")
         if not converted.is_dir():
             raise SystemExit(f"there is no {converted}; benchmarks/README.md says how to make it")
-        self.pipeline = open_pipeline(converted, threads, prefix_caching=True)
+        lookup = worker.draft_tokens() > 0
+        self.pipeline = open_pipeline(converted, threads, prefix_caching=True, prompt_lookup=lookup)
         self.next_id = 0
         self.version = f"OpenVINO GenAI {genai.__version__.split('-')[0]} {kind or 'bf16'}"
 
     def run(self, workload: Workload, requests: list[Request]) -> Times:
-        start = time.perf_counter()
-        handles = []
+        marks, handles = worker.Marks(workload, requests), []
         for request in requests:
             size = (request.new_tokens, workload.temperature)
             handles.append(
                 add_request(
                     *(self.pipeline, self.next_id, request.token_ids, *size),
+                    constraint=request.constraint,
                     samples=workload.samples,
+                    drafts=worker.draft_tokens(),
                 )
             )
             self.next_id += 1
-        marks = []
+        begun = 0
         while self.pipeline.has_non_finished_requests():
             self.pipeline.step()
-            marks.append(time.perf_counter())
-        # The last step ends the run; steps before the decode steps are prefill.
-        decode = marks[-requests[0].new_tokens :]
+            while begun < len(handles) and handles[begun].can_read():
+                begun += 1
+            marks.add(begun * workload.samples)
         outputs = [output for handle in handles for output in handle.read_all()]
-        return Times(
-            total_s=marks[-1] - start,
-            prefill_s=decode[0] - start,
-            steps_s=worker.rest_of(decode),
-            tokens=sum(len(output.generated_ids) for output in outputs),
-        )
+        return marks.times([output.generated_ids for output in outputs])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tokenizers import Tokenizer
 from workloads import SHAPES, WORKLOADS, Request, Workload, make_requests
 
 _STATUS = Path("/proc/self/status")
@@ -28,7 +29,13 @@ _STATUS = Path("/proc/self/status")
 
 def weight_format() -> str:
     """Return the format of the weights in the engine's name, after a colon; "" is bfloat16."""
-    return sys.argv[4].partition(":")[2]
+    kind = sys.argv[4].partition(":")[2]
+    return "" if kind.startswith("ngram") else kind
+
+
+def draft_tokens() -> int:
+    """Return the most tokens that an engine drafts by n-grams: 5 in `NAME:ngram-5`; 0 is none."""
+    return int(sys.argv[4].partition(":ngram-")[2] or 0)
 
 
 @dataclass
@@ -41,7 +48,8 @@ class Times:
         steps_s: Decode steps after that.
         ttft_s: By request, from its arrival to its first token; with arrivals only.
         tpot_s: By request, per further token; with arrivals only.
-        tokens: Generated tokens.
+        outputs: Generated tokens by sample.
+        texts: Texts under a constraint.
         peak_bytes: The process's peak memory so far.
     """
 
@@ -50,8 +58,31 @@ class Times:
     steps_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
-    tokens: int = 0
+    outputs: list[list[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     peak_bytes: int = 0
+
+
+class Marks:
+    """The times of an engine's steps, from the making of this object on."""
+
+    def __init__(self, workload: Workload, requests: list[Request]) -> None:
+        self._samples = len(requests) * workload.samples
+        self._start = time.perf_counter()
+        self._decode: list[float] = []
+
+    def add(self, begun: int) -> None:
+        """Note the end of a step, after which so many samples have a token."""
+        if begun == self._samples:
+            self._decode.append(time.perf_counter())
+
+    def times(self, outputs: list[list[int]]) -> Times:
+        return Times(
+            total_s=self._decode[-1] - self._start,
+            prefill_s=self._decode[0] - self._start,
+            steps_s=rest_of(self._decode),
+            outputs=outputs,
+        )
 
 
 class Engine(ABC):
@@ -71,7 +102,7 @@ class Engine(ABC):
 
     def can(self, workload: Workload) -> bool:
         """Return whether the engine supports this workload."""
-        return not workload.rate
+        return not workload.rate and not (workload.constraint and draft_tokens())
 
     @abstractmethod
     def run(self, workload: Workload, requests: list[Request]) -> Times:
@@ -96,10 +127,26 @@ def serve(kind: type[Engine]) -> None:
             continue
         requests = make_requests(workload, SHAPES[shape]["vocab_size"], seed)
         times = engine.run(workload, requests)
-        wanted = workload.samples * sum(request.new_tokens for request in requests)
-        assert times.tokens == wanted, f"{times.tokens} tokens instead of {wanted}"
+        check(workload, requests, times.outputs)
+        if workload.constraint:
+            times.texts = Tokenizer.from_file(str(folder / "tokenizer.json")).decode_batch(
+                times.outputs
+            )
+        times.outputs = []
         times.peak_bytes = peak_bytes()
         print(json.dumps(asdict(times)), file=answers)
+
+
+def check(workload: Workload, requests: list[Request], outputs: list[list[int]]) -> None:
+    """Raise AssertionError unless each sample has its tokens."""
+    lengths = [request.new_tokens for request in requests for _ in range(workload.samples)]
+    found = [len(output) for output in outputs]
+    if workload.whole:
+        assert len(found) == len(lengths), f"{len(found)} samples instead of {len(lengths)}"
+    else:
+        assert sorted(found) == sorted(lengths), f"{found} tokens instead of {lengths}"
+    if workload.text:
+        assert outputs == [request.answer for request in requests], "another text than the known"
 
 
 def peak_bytes() -> int:

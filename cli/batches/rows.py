@@ -85,7 +85,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
             try:
                 yield Row(number, msgspec.json.decode(line))
             except (ValueError, RecursionError) as error:
-                yield Row(number, None, f"not valid JSON: {error}")
+                why = f"line {number} is no valid JSON ({error}); write one object in each line"
+                yield Row(number, None, why)
 
 
 def _csv(path: Path) -> Iterator[Row]:

@@ -68,7 +68,7 @@ class Counts:
         if answer.failed and not self._said:
             self._said = True
             why = cells_of(answer)[2]
-            complain(f"{shown(answer.custom_id)} is an error, as others may be: {why}")
+            complain(f"{shown(answer.custom_id)} has an error; further ones are counted: {why}")
         self._show(self.answered, self.total, self.rate)
 
     @property

@@ -49,7 +49,7 @@ class RequestCalls:
         budget_ns = found.budget_ns
         call.begin(None if budget_ns is None else budget_ns / _NS_OF_MS, found.model)
         await services.served.check(found.model, call.caller)
-        services.submissions.check_priority(call.caller, found, lower_first=False)
+        services.submissions.check_priority(call.caller, found.priority, lower_first=False)
         named = await check_request(services, self._named(call, found))
         begun = await services.keyed.begin(call, keyed(call, found), [named])
         (request,) = begun.requests

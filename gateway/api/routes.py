@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, wraps
 from operator import itemgetter
+from typing import Literal
 
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
+from ...config import RequestError, shown
 from ..call import Call
 from ..caller import Needed
 from ..server.http import Endpoint, Response, call_of
@@ -43,14 +45,29 @@ class PolicyRoute(Route):
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
             call = call_of(request.scope, request.receive)
-            call.route, call.params = self.path_format, request.path_params
-            chain: PolicyChain = request.app.chain
-            await chain.enter(call, needed)
-            collect_ignored(call.account.ignored, request.app.unknown_fields)
-            return await endpoint(call)
+            call.params = request.path_params
+            return await self.answer(call, request.app.chain, request.app.unknown_fields)
 
         super().__init__(path, checked, methods=methods.split(","))
         self.needed = needed
+        self._answer = endpoint
+
+    async def answer(
+        self, call: Call, chain: PolicyChain, unknown_fields: Literal["refuse", "ignore"]
+    ) -> Response:
+        """Answer a call, after the chain.
+
+        Raises:
+            NanoInferenceError: The call is refused, or has failed.
+        """
+        call.route = self.path_format
+        await chain.enter(call, self.needed)
+        collect_ignored(call.account.ignored, unknown_fields)
+        return await self._answer(call)
+
+    def takes(self, call: Call) -> bool:
+        """Return whether the route is for a call of its path and method."""
+        return True
 
 
 class RouteFor(PolicyRoute):
@@ -62,6 +79,9 @@ class RouteFor(PolicyRoute):
         """`takes`: returns whether the route is for a call."""
         super().__init__(route, needed, endpoint)
         self._takes = takes
+
+    def takes(self, call: Call) -> bool:
+        return self._takes(call)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches(scope) if self._takes(call_of(scope)) else (Match.NONE, {})
@@ -81,6 +101,19 @@ class IndexedRouter(Router):
                     return
         # A path with parameters, or one that is to be refused or redirected.
         await super().app(scope, receive, send)
+
+    def route_of(self, call: Call) -> PolicyRoute:
+        """Return the route of a call whose path has no parameters.
+
+        Raises:
+            RequestError: not_found.
+        """
+        for route in self._by_path.get(call.path, ()):
+            if not isinstance(route, PolicyRoute) or call.method not in (route.methods or ()):
+                continue
+            if route.takes(call):
+                return route
+        raise RequestError(f"there is nothing at {shown(call.path)}", code="not_found")
 
     @cached_property
     def _by_path(self) -> dict[str, list[BaseRoute]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Collection
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -43,9 +43,11 @@ class LineFormat(Protocol):
 
     Attributes:
         headers: Headers of each line's call.
+        unwritten: Why a line was not run that has no line in any file.
     """
 
     headers: Headers
+    unwritten: Collection[Unrun]
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         """Return a line of the input file."""
@@ -56,8 +58,8 @@ class LineFormat(Protocol):
     def refused(self, state: BatchState, line: Line) -> dict[str, Any]:
         """Return the error file's line of a line that can't be run."""
 
-    def unrun(self, state: BatchState, line: Line, why: Unrun) -> dict[str, Any] | None:
-        """Return the error file's line of a line that was not run; None if it has none."""
+    def unrun(self, state: BatchState, line: Line, why: Unrun) -> dict[str, Any]:
+        """Return the error file's line of a line that was not run."""
 
 
 class _OpenAILine(msgspec.Struct):
@@ -71,6 +73,7 @@ class OpenAILines:
     """OpenAI's: `{"custom_id", "method", "url", "body"}`."""
 
     headers: Headers = ()
+    unwritten: Collection[Unrun] = ("cancelled",)
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         found, refused = _decoded(number, text, _OpenAILine, "custom_id, method, url and body")
@@ -99,9 +102,7 @@ class OpenAILines:
         error = {"code": line.refused.code, "message": line.refused.message}
         return _openai(state, line, None, error)
 
-    def unrun(self, state: BatchState, line: Line, why: Unrun) -> dict[str, Any] | None:
-        if why == "cancelled":
-            return None
+    def unrun(self, state: BatchState, line: Line, why: Unrun) -> dict[str, Any]:
         message = f"the line was not run before the batch expired ({state.window})"
         return _openai(state, line, None, {"code": "batch_expired", "message": message})
 
@@ -115,6 +116,7 @@ class AnthropicLines:
     """Anthropic's: `{"custom_id", "params"}`. All results are in one file."""
 
     headers: Headers = ((b"anthropic-version", b"2023-06-01"),)
+    unwritten: Collection[Unrun] = ()
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         found, refused = _decoded(number, text, _AnthropicLine, "custom_id and params")
@@ -136,7 +138,7 @@ class AnthropicLines:
         wrapped = {"type": "error", "error": error}
         return {"custom_id": line.custom_id, "result": {"type": "errored", "error": wrapped}}
 
-    def unrun(self, state: BatchState, line: Line, why: Unrun) -> dict[str, Any] | None:
+    def unrun(self, state: BatchState, line: Line, why: Unrun) -> dict[str, Any]:
         kind = "canceled" if why == "cancelled" else why
         return {"custom_id": line.custom_id, "result": {"type": kind}}
 

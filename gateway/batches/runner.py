@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,7 +107,8 @@ class BatchRunner:
 
     Attributes:
         answer: Answers the call of a line, by its body.
-        calls: The durable calls, of which each line is one.
+        calls: The durable calls, of which each line is one; None on a bus in memory, which no other
+            gateway shares.
         stopping: Returns whether the gateway takes no more lines.
         max_line_bytes: Longest line that may be run.
         observed: Spans, metrics and progress.
@@ -115,7 +116,7 @@ class BatchRunner:
 
     answer: Callable[[Call, bytes], Awaitable[Answered]]
     store: BatchStore
-    calls: CallStore
+    calls: CallStore | None
     files: Files
     config: BatchesConfig
     stopping: Callable[[], bool]
@@ -242,6 +243,10 @@ class BatchRunner:
                 if own:
                     await self._finalize(stored)
             return True
+        if running.stop in FORMATS[state.interface].unwritten:
+            if await self._skip(state, [each for each in missing if each not in running.taken]):
+                running.changed.set()
+            return True
         for number in missing:
             if len(running.taken) >= SEGMENTS:
                 break
@@ -252,6 +257,19 @@ class BatchRunner:
 
     async def _take(self, state: BatchState, number: int) -> bool:
         return await self.store.take(state.id, number, self._owner, self.config.lease_s)
+
+    async def _skip(self, state: BatchState, numbers: Sequence[int]) -> bool:
+        """Record that no line of segments runs, unless another gateway computes them; return
+        whether any was recorded. A million lines are no work then."""
+        results = {
+            number: SegmentResult(cancelled=state.starts[number + 1][1] - state.starts[number][1])
+            for number in numbers
+        }
+        batch_id, lease_s = state.id, self.config.lease_s
+        skipped = await self.store.skip(batch_id, results, self._owner, lease_s)
+        for number in skipped:
+            self.observed.recorded(results[number])
+        return bool(skipped)
 
     @asynccontextmanager
     async def _whole(self, state: BatchState) -> AsyncIterator[bool]:
@@ -364,9 +382,8 @@ class BatchRunner:
                 keeping.cancel_scope.cancel()
             if running.stop == "left":
                 return
-            names = [name_of_key(state.tenant, call_id(state, n)) for n in segment.answers]
             with suppress(BusError):  # they expire
-                await self.calls.drop_named(names)
+                await self._forget(state, segment.answers)
         except RequestError as error:  # its file is gone
             fault = BatchFault(error.code, error.message)
             ended = {"status": "failed", "faults": (fault,), "ended_s": int(time.time())}
@@ -428,15 +445,14 @@ class BatchRunner:
         """Run a line. While it waits after a refusal, lines of others take its place."""
         try:
             for wait_s in _waits():
-                call = _call(running.state, line)
+                call = _call(running.state, line, durable=self.calls is not None)
                 async with self._slots:
                     with self.observed.line(running.state, call, line.number):
                         answer = await self.answer(call, body)
                 if call.aborted or call.code == _LOST:
                     # By an operator, or because no gateway took it over in time; or a failover of
                     # the bus has lost its request. Its key leads to what it has come to.
-                    names = [name_of_key(running.state.tenant, call.id)]
-                    await self._patiently(partial(self.calls.drop_named, names))
+                    await self._patiently(partial(self._forget, running.state, [line.number]))
                 elif answer.status not in _RETRIED:
                     break
                 after = answer.headers.get("retry-after", "")
@@ -445,6 +461,12 @@ class BatchRunner:
             segment.failed += answer.status >= 400
         finally:
             own.release()
+
+    async def _forget(self, state: BatchState, numbers: Collection[int]) -> None:
+        """Delete the durable calls of lines."""
+        if self.calls is not None:
+            names = [name_of_key(state.tenant, call_id(state, number)) for number in numbers]
+            await self.calls.drop_named(names)
 
     async def _record(self, running: _Running, segment: _Segment) -> None:
         """Write a segment's results, unless another gateway has."""
@@ -499,7 +521,7 @@ def _waits() -> Iterator[float]:
         wait_s = min(2 * wait_s, _MOST_WAIT_S)
 
 
-def _call(state: BatchState, line: Line) -> Call:
+def _call(state: BatchState, line: Line, *, durable: bool) -> Call:
     name = call_id(state, line.number)
     call = Call(
         id=name,
@@ -507,7 +529,7 @@ def _call(state: BatchState, line: Line) -> Call:
         headers=(
             (b"content-type", b"application/json"),
             # Another gateway that runs the line again finds this call.
-            (b"idempotency-key", name.encode()),
+            *([(b"idempotency-key", name.encode())] if durable else []),
             # The results of the whole batch can be followed.
             (b"x-request-tag", state.id.encode()),
             *FORMATS[state.interface].headers,
@@ -533,7 +555,7 @@ def _results(
         if answer is not None:
             failed = answer.status >= 400
             counts["failed" if failed else "completed"] += 1
-            written: dict[str, Any] | None = kind.answered(state, line, answer)
+            written = kind.answered(state, line, answer)
             place = errors if failed else output
         elif line.refused is not None:
             counts["failed"] += 1
@@ -541,9 +563,10 @@ def _results(
         else:
             assert stop is not None, "a line without an answer was not run"
             counts[stop] += 1
+            if stop in kind.unwritten:
+                continue
             written, place = kind.unrun(state, line, stop), errors
-        if written is not None:
-            place.append(msgspec.json.encode(written) + b"\n")
+        place.append(msgspec.json.encode(written) + b"\n")
     result = SegmentResult(
         completed=counts["completed"],
         failed=counts["failed"],

@@ -24,11 +24,11 @@ from ..app import Application, GatewayApp, Interfaces, log_of
 from ..call import Call
 from ..endpoints import probe_routes
 from ..policy.policy import Policy
-from ..server.http import EngineError
+from ..server.http import EngineError, Response
 from ..server.measures import Measures
 from ..serving.lane_state import Readiness
 from ..serving.model_names import check_aliases
-from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
+from .dispatch import ABORT, Entrance, ForwardedResponse, ModelDispatch, ModelPathRoute
 from .models import ModelApp, Models
 from .routes import ModelControl, OllamaModels, deployment_routes
 
@@ -84,6 +84,10 @@ class DeploymentApp(GatewayApp):
 
     def entrance(self, calls: ASGIApp) -> ASGIApp:
         return Entrance(calls, self.models.names)
+
+    async def response_to(self, call: Call, body: bytes) -> Response:
+        response = await super().response_to(call, body)
+        return await response.to_own(call) if isinstance(response, ForwardedResponse) else response
 
     async def aclose(self) -> None:
         await super().aclose()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -98,10 +99,19 @@ class ForwardedResponse(Response):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = call_of(scope)
+        with self._entered(call_of(scope)):
+            await self._app.app(scope, receive, send)
+
+    async def to_own(self, call: Call) -> Response:
+        """Return the model's response to a call of the gateway itself."""
+        with self._entered(call):
+            return await self._app.app.response_to(call, call.body or b"")
+
+    @contextmanager
+    def _entered(self, call: Call) -> Iterator[None]:
         call.model = call.account.model = self._app.id
         with self._app.entered():
-            await self._app.app(scope, receive, send)
+            yield
 
 
 class ModelPathRoute(BaseRoute):

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import anyio
-from starlette.types import ASGIApp
 
 from ...config import BusError, ChannelClosed, ModelConfig, NanoInferenceError, RequestError, shown
 from ...config.logger import get_logger
 from ...pipeline.client import BusClient
 from ...store.calls import DurableCall
 from ...store.registry import ModelRecord, Records, find_model
-from ..app import Interfaces
+from ..app import Application, Interfaces
 from ..call import Call
 from ..server.http import EngineError, FieldError
 from ..serving.begun_calls import call_of_key
@@ -46,7 +45,7 @@ class ModelApp:
     record: ModelRecord
     client: BusClient
     interfaces: Interfaces
-    app: ASGIApp
+    app: Application
     _calls: int = 0
 
     def __post_init__(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from io import BytesIO
+from math import inf
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import anyio
@@ -20,7 +21,7 @@ from starlette.responses import PlainTextResponse as PlainTextResponse
 from starlette.responses import RedirectResponse as RedirectResponse
 from starlette.responses import Response as Response
 from starlette.responses import StreamingResponse as StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ...bus.public import Completion
 from ...config import (
@@ -71,8 +72,8 @@ _NOT_OFFERED = frozenset(
 )
 """First names of OpenAI's paths that no interface here has."""
 
-_CALL, _OWN = "call", "own"
-"""Of a scope's state: the call; set for a call that came over no connection."""
+_CALL = "call"
+"""The call, of a scope's state."""
 
 CALL_HEADER = "X-Request-Id"
 """The call's id, by the client or else the gateway; in the response and the log."""
@@ -205,16 +206,21 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
             response.status_code = error.status_code
             response.headers.update(error.headers or {})
             return response
-        log = get_logger().bind(path=call.path, call_id=call.id)
-        if not isinstance(error, NanoInferenceError):
-            log.error("http_handler_failed", exc_info=error)
-            error = NanoInferenceError("the gateway has failed; its log says where")
-        # Shed load (429) is counted where it is shed; logging each would add load.
-        elif status_of(error) >= 500:
-            log.warning("http_request_failed", code=error.code, error=str(error))
-        return respond(call, error)
+        return respond(call, noted(call, error))
 
     return answer
+
+
+def noted(call: Call, error: Exception) -> NanoInferenceError:
+    """Log an error of a call, unless the client caused it; return the error to answer with."""
+    log = get_logger().bind(path=call.path, call_id=call.id)
+    if not isinstance(error, NanoInferenceError):
+        log.error("http_handler_failed", exc_info=error)
+        return NanoInferenceError("the gateway has failed; its log says where")
+    # Shed load (429) is counted where it is shed; logging each would add load.
+    if status_of(error) >= 500:
+        log.warning("http_request_failed", code=error.code, error=str(error))
+    return error
 
 
 def _elsewhere(path: str, paths: Collection[str]) -> str:
@@ -255,8 +261,7 @@ def call_of(scope: Scope, receive: Receive | None = None) -> Call:
     if receive is not None:
         call.fetch = partial(_body_of, call, receive)
         call.chunks = partial(_chunks_of, call, receive)
-        if _OWN not in state:
-            call.cancelled = partial(_left, receive)
+        call.cancelled = partial(_left, receive)
     return call
 
 
@@ -264,52 +269,8 @@ class Answered(NamedTuple):
     """The response to a call of the gateway itself."""
 
     status: int
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes
-
-
-async def answer_own(routed: ASGIApp, app: ASGIApp, call: Call, body: bytes) -> Answered:
-    """Run a call that came over no connection; return its response.
-
-    Args:
-        routed: The routes of the application, with its handler of errors.
-        app: The application.
-        call: The call, with its caller. The response is not a stream.
-        body: The call's body.
-    """
-    begun: dict[str, Any] = {}
-    pieces: list[bytes] = []
-
-    async def receive() -> Message:
-        if begun.setdefault("read", False):
-            await anyio.sleep_forever()
-        begun["read"] = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            begun.update(message)
-        else:
-            pieces.append(message.get("body", b""))
-
-    scope = {
-        "type": "http",
-        "app": app,
-        "http_version": "1.1",
-        "method": call.method,
-        "scheme": call.scheme,
-        "path": call.path,
-        "raw_path": call.path.encode(),
-        "root_path": "",
-        "query_string": call.query_string,
-        "headers": call.headers,
-        "state": {_CALL: call, _OWN: True},
-    }
-    await routed(scope, receive, send)
-    headers = {
-        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]
-    }
-    return Answered(begun["status"], headers, b"".join(pieces))
 
 
 def identify(call: Call) -> None:
@@ -415,14 +376,18 @@ def _containers(body: bytes) -> int:
     return body.count(b"[") + body.count(b"{")
 
 
-def convert(found: Any, kind: type[T], what: str = "") -> T:
+def convert(found: Any, kind: type[T], what: str = "", strict: bool = True) -> T:
     """Convert a value to a struct or another type.
+
+    Args:
+        what: The path of the value, such as `messages[0]`; "" for a body.
+        strict: Whether a text is no number or boolean.
 
     Raises:
         FieldError: It has another form; the message names the field.
     """
     try:
-        return msgspec.convert(found, kind, str_keys=True)
+        return msgspec.convert(found, kind, strict=strict, str_keys=True)
     except msgspec.ValidationError as error:
         place = place_of(error)
         values = ", ".join(map(repr, values_at(kind, place)))
@@ -532,35 +497,34 @@ class EventStream(Response):
         async def send_event(data: bytes, event_id: str = "", *, name: str = "") -> None:
             await send_part(self._head(event_id, name) + line_safe(data) + self._END)
 
-        async def comment(every_s: float) -> None:
-            while True:
-                await anyio.sleep_until(sent_at + every_s)
-                # A client that doesn't read needs no comment.
-                if sending.locked():
-                    await anyio.sleep(every_s)
-                elif anyio.current_time() >= sent_at + every_s:
-                    await send_part(self._comment)
-
-        left = False
+        left, every_s = False, inf if self._comment_s is None else self._comment_s
 
         async def watch() -> None:
+            """Send comments until the client has left."""
             nonlocal left
-            await _left(receive)
-            left = True
-            group.cancel_scope.cancel()
+            due_s = sent_at + every_s
+            while True:
+                with anyio.CancelScope(deadline=due_s):
+                    await _left(receive)
+                    left = True
+                    group.cancel_scope.cancel()
+                    return
+                due_s = sent_at + every_s
+                if sending.locked():  # a client that doesn't read needs no comment
+                    due_s = anyio.current_time() + every_s
+                elif anyio.current_time() >= due_s:
+                    await send_part(self._comment)
 
         async with task_group() as group:
             group.start_soon(watch)
-            if self._comment_s is not None:
-                group.start_soon(comment, self._comment_s)
             try:
                 await self.produce(send_event)
             except ClientLeft:
                 left = True
+            if not left:  # in the turn of the last event, with which the end is sent
+                await begin()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
             group.cancel_scope.cancel()
-        if not left:
-            await begin()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _head(self, event_id: str, name: str) -> bytes:
         """Return the lines of an event before its data, and the beginning of the data's."""

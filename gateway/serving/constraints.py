@@ -26,13 +26,18 @@ _STRUCTURED: dict[str, tuple[Any, str]] = {
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
-    """A schema. All are strict."""
+    """A schema. All are strict.
 
-    NEUTRAL: ClassVar = dict.fromkeys(
-        ("name", "description"), "the model is shown no schema, and the schema is all that counts"
-    )
+    Attributes:
+        name: A label, which OpenAI's interface requires.
+    """
+
+    NEUTRAL: ClassVar = {
+        "description": "the model is shown no schema, and the schema is all that counts"
+    }
 
     schema: dict[str, Any]
+    name: str | None = None
     strict: bool | None = None
 
 
@@ -118,7 +123,10 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
         )
     kind, own = _STRUCTURED[name]
     found = convert_part(value, kind, where)
-    return Constraint(**{own: found}) if own else of_grammar(found)
+    try:
+        return Constraint(**{own: found}) if own else of_grammar(found)
+    except FieldError as error:
+        raise FieldError(f"{where}: {error.message}", param=where, code=error.code) from None
 
 
 def of_grammar(text: str) -> Constraint:

@@ -78,7 +78,9 @@ async def embed_all(
         prompts = [await truncated(services, each, most, side=side) for each in prompts]
     requests = wanted.requests(prompts, call.tenant)
     for request in requests:
-        services.submissions.check_priority(call.caller, request, lower_first=wanted.lower_first)
+        services.submissions.check_priority(
+            call.caller, request.priority, lower_first=wanted.lower_first
+        )
         await check_request(services, request)
 
     async def take(index: int, output: Output) -> None:

@@ -23,7 +23,6 @@ import msgspec
 
 from ...bus.public import ErrorInfo
 from ...config import MAX_INT64, field_name, nearest
-from ...config.wrong_values import place_of, told_of
 from ..call import MOST_IGNORED, Call
 from ..server.http import FieldError, convert
 
@@ -180,11 +179,11 @@ def check_fields(given: Any, kind: type, where: str) -> None:
         # An empty object may be a request, as in web_search_options; other empty values are none.
         elif (value or (value == {} and name in known.neutral)) and name not in known.inner:
             if not (name in known.neutral or known.open or _takes_unknown()):
+                near = nearest(name, fields_of(kind), listed=False)
                 refusal = refusal or _unsupported(
                     param,
-                    "is not known here",
-                    "leave it out, or have unknown fields ignored (gateway.unknown_fields)"
-                    + nearest(name, fields_of(kind), listed=False),
+                    f"is not known here{near}",
+                    "leave it out, or have unknown fields ignored (gateway.unknown_fields)",
                 )
             else:
                 ignore(param)
@@ -199,7 +198,8 @@ def _takes_unknown() -> bool:
 
 
 def _unsupported(param: str, why: str, remedy: str) -> FieldError:
-    message = f"{param} {why}; {remedy}"
+    end = " Otherwise " if why.endswith("?") else "; "
+    message = f"{param} {why}{end}{remedy}"
     return FieldError(message, param=param, code="unsupported")
 
 
@@ -256,7 +256,4 @@ def read_query(call: Call, kind: type[T]) -> T:
         kind,
         "",
     )
-    try:
-        return msgspec.convert(given, kind, strict=False, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise FieldError(told_of(error, "", given), param=place_of(error) or None) from None
+    return convert(given, kind, strict=False)

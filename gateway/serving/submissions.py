@@ -218,19 +218,18 @@ class Submissions:
                 code="request_too_large",
             )
 
-    def check_priority(
-        self, caller: Caller, request: GenerateRequest, *, lower_first: bool = True
-    ) -> None:
+    def check_priority(self, caller: Caller, asked: int, *, lower_first: bool = True) -> None:
         """Refuse a priority above the caller's limit. Priority 0, the default, is capped later.
 
         Args:
+            asked: The engine's priority, in which higher ones are earlier.
             lower_first: Whether lower priorities run earlier in the interface; in the engine,
                 higher ones do.
 
         Raises:
             FieldError: invalid_priority.
         """
-        asked, most = request.priority, self._max_priority(caller)
+        most = self._max_priority(caller)
         if not asked or -MAX_PRIORITY <= asked <= most:
             return
         low, high, given = -MAX_PRIORITY, most, asked

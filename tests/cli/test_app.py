@@ -139,7 +139,7 @@ WRONG = [
     ("submit --promt x", "no such option: --promt"),
     ("complete a b", "a text with spaces needs quotes"),
     ("serve tiny --model other", "not both"),
-    ("run executor tiny", "a model is given with --model"),
+    ("run tiny", "a model is given with --model; 'nano-inference serve MODEL' serves it"),
     ("pause --for 3", "no such option: --for; see"),
     ("status --set foo", "'foo' has no '='"),
     ("serve --porrt 1", "no such option: --porrt; did you mean --port? See"),

@@ -270,6 +270,17 @@ def test_a_saved_conversation_goes_on(run: Run, recorded: Recorded, tmp_path: Pa
     assert "exists; give another name" in run("chat", stdin=f"/save {path}\n").stderr
 
 
+def test_a_text_goes_with_the_next_question(run: Run, recorded: Recorded, tmp_path: Path) -> None:
+    text, binary = tmp_path / "a.md", tmp_path / "b"
+    text.write_text("a ```` b\n")
+    binary.write_bytes(b"\xff")
+    ran = run("chat", stdin=f"/file {text}\none\ntwo\n/file {binary}\n/file\n")
+    asked = [each["messages"][-1]["content"] for each in recorded.requests]
+    assert asked == ["a.md:\n`````\na ```` b\n\n`````\n\none", "two"]
+    assert f"{binary} is no text in UTF-8" in ran.stderr
+    assert "/file takes a file" in ran.stderr
+
+
 def test_questions_are_kept_for_the_next_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,10 @@ def runtime(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "nano-inference" / "running"
 
 
+def at(url: str) -> ServerAddress:
+    return ServerAddress(f"{url}/v1", "", url)
+
+
 def target(*running: Running, or_serve: bool = False, **options: str) -> Target:
     """The target of a command while these run, the newest last."""
     with ExitStack() as stack:
@@ -59,7 +63,7 @@ def test_a_password_is_not_recorded() -> None:
     with pytest.raises(ConfigError, match="with a password"):
         target(with_password)
     by_http = target(replace(with_password, url="http://127.0.0.1:1"))
-    assert by_http == ServerAddress("http://127.0.0.1:1/v1")
+    assert by_http == at("http://127.0.0.1:1")
 
 
 def test_without_a_folder_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +76,7 @@ def test_without_a_folder_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_newest_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     serve = Running(command="serve", url="http://127.0.0.1:1", models=("a",))
     up = Running(command="up", url="http://127.0.0.1:2", bus=BUS, prefix="p", models=("b",))
-    assert target(serve) == ServerAddress("http://127.0.0.1:1/v1")
+    assert target(serve) == at("http://127.0.0.1:1")
     assert not capsys.readouterr().err
     over_bus = target(serve, up)
     assert isinstance(over_bus, Config)
@@ -81,13 +85,15 @@ def test_the_newest_is_used(capsys: pytest.CaptureFixture[str]) -> None:
         f"2 are running; this goes to the newest, http://127.0.0.1:2 (`up`, process {os.getpid()})"
     )
     assert sentence in capsys.readouterr().err
-    assert target(serve, up, or_serve=True) == ServerAddress("http://127.0.0.1:2/v1")
-    assert target(serve, up, served="a") == ServerAddress("http://127.0.0.1:1/v1")
+    assert target(serve, up, or_serve=True) == at("http://127.0.0.1:2")
+    assert target(serve, up, served="a") == at("http://127.0.0.1:1")
 
 
 def test_an_address_that_is_given_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     serve = Running(command="serve", url="http://127.0.0.1:1")
-    assert target(serve, url="127.0.0.1:3") == ServerAddress("http://127.0.0.1:3/v1")
+    assert target(serve, url="127.0.0.1:3") == ServerAddress(
+        "http://127.0.0.1:3/v1", "", "127.0.0.1:3"
+    )
     given = target(serve, bus=BUS)
     assert isinstance(given, Config)
     assert given.bus.url == BUS

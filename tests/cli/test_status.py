@@ -325,5 +325,5 @@ def test_without_a_server(run: Run, closed_port: int) -> None:
         ran = run("health", probe, "--url", url)
         assert (ran.status, ran.stdout.partition(":")[0]) == (1, answer)
     assert_refused(run("health", "--url", url, "--stage", "executor"), "--stage and --host")
-    assert_refused(run("status", "--url", url), f"can't reach {url}")
+    assert_refused(run("status", "--url", url), f"can't reach {url}:")
     assert_refused(run("top", "--url", url), f"can't reach {url}")

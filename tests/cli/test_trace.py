@@ -254,17 +254,29 @@ def test_refused_request_has_no_stages() -> None:
     assert drawn(refused) == ["request a error", "no stage has recorded a time"]
 
 
-def test_causes_of_time_are_shown_with_their_sum() -> None:
+def test_causes_of_time_add_up_to_the_total() -> None:
     time = {"queue": 1_000_000, "own_prefill": 2_000_000, "own_decode": 7_000_000}
     completion = Completion(
         request_id="r",
         entry_id="e",
         status="done",
         usage=Usage(time=time),
-        timings=Timings(stages=(StageTime(stage="admission", start_ns=1, end_ns=2),)),
+        timings=Timings(
+            published_ns=BEGIN,
+            received_ns=BEGIN + 1_000_000,
+            first_token_ns=BEGIN + 3_000_000,
+            finished_ns=BEGIN + 10_000_000,
+            stages=(
+                StageTime(stage="admission", start_ns=BEGIN + 1_000_000, end_ns=BEGIN + 10**7),
+            ),
+        ),
     )
     out = io.StringIO()
     Console(file=out, width=80, color_system=None).print(Waterfall(completion))
     lines = [line.split() for line in out.getvalue().splitlines()]
+    assert lines[0][3:6] == ["total", "10.00", "ms"]
+    assert lines[0][-2:] == ["3.00", "ms"]
+    assert lines[2][0] == "admission"
+    assert lines[2][-2:] == ["1.00", "9.00"]
     assert ["own", "decode"] in [line[:2] for line in lines if "70.0%" in line]
     assert lines[-1] == ["sum", "10.00"]

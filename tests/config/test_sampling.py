@@ -24,6 +24,7 @@ from ..errors import raises
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a range": ({"temperature": -1}, "invalid_temperature", "is -1; it must be 0 .greedy. or"),
+    "two": ({"top_p": 7, "min_p": 2}, "invalid_top_p", "top_p is 7; .*; min_p is 2; it must be"),
     "nan": ({"top_p": float("nan")}, "invalid_top_p", "top_p is nan; it must be above 0"),
     "text": ({"temperature": "hot"}, "invalid_temperature", "is 'hot'; it must be a number"),
     "a fraction": ({"max_tokens": 1.5}, "invalid_max_tokens", "is 1.5; it must be a whole number"),
@@ -46,6 +47,22 @@ def test_a_wrong_parameter_is_refused_when_it_is_made(case: str) -> None:
     with raises(code, why, RequestError, param=next(iter(given))) as refused:
         SamplingParams(**given)
     assert isinstance(refused.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "constraint has no kind; give exactly one of json_object, json_schema, regex"),
+        ({"json_object": True, "regex": "a"}, "has json_object and regex; give exactly one"),
+        ({"regex": 5}, "constraint.regex is 5; it must be a text"),
+        ({"choice": "ab"}, "constraint.choice is 'ab'; it must be a list"),
+        ({"choice": ["a", ""]}, "choice must be texts that are not empty"),
+        ({"json_schema": [1]}, "json_schema is a list; it must be a text or an object"),
+    ],
+)
+def test_a_wrong_constraint_is_refused_when_it_is_made(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Constraint(**given)
 
 
 def test_numbers_of_numpy_and_torch_become_pythons() -> None:

@@ -28,15 +28,14 @@ LIMIT_S = 120
 
 
 def commands(section: str | None = None) -> list[str]:
-    """The commands of a section, or of the page, that carry no reason against running them."""
+    """The commands of a section, or of the page, in blocks that carry no reason against it."""
     text = PAGE
     if section is not None:
         _, _, text = PAGE.partition(f"\n## {section}\n")
         text, _, _ = text.partition("\n## ")
-    fences = re.findall(r"^```\n(.*?)^```", text, re.M | re.S)
-    lines = [line for fence in fences for line in fence.splitlines()]
-    found = [line.removeprefix("$ ") for line in lines if line.startswith(("$ ", "# "))]
-    return [line for line in found if " # untested" not in line]
+    fences = re.findall(r"^(<!-- untested: [^\n]+ -->\n)?```\n(.*?)^```", text, re.M | re.S)
+    lines = [line for reason, fence in fences if not reason for line in fence.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith(("$ ", "# "))]
 
 
 def test_every_command_is_run_or_says_why_not() -> None:

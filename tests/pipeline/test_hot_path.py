@@ -49,7 +49,7 @@ ADMISSION_PER_REQUEST = 2_400
 TEXT_OF_A_TOKEN, STREAMING_A_TOKEN = 180, 530
 """In the pipeline, from the step's result to the client: at the end alone, and as it comes."""
 KERNELS_PER_LAYER, KERNELS_PER_STEP = 9, 4
-OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 60, 84
+OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 60, 50
 
 
 def decode_steps(number: int) -> Counter[str]:

@@ -185,6 +185,13 @@ async def test_a_segment_has_one_result(buses: Any) -> None:
     assert dict(found.done) == {0: first}
     assert (found.completed, found.failed) == (3, 0)
     assert found.state.segments == 2
+    skipped = {number: SegmentResult(cancelled=3) for number in (0, 1)}
+    assert await batches.take("b", 1, "one", 60)
+    assert await other.skip("b", skipped, "two", 60) == [], "one counts, the other is computed"
+    await batches.release("b", 1)
+    assert await other.skip("b", skipped, "two", 60) == [1]
+    assert not await batches.finish("b", 1, first)
+    assert await other.skip("b", {}, "two", 60) == []
 
 
 async def test_a_batch_that_has_ended_keeps_its_counts_alone(buses: Any) -> None:

@@ -21,6 +21,7 @@ import grpc
 import pytest
 import structlog
 from google.protobuf.json_format import Parse
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -31,16 +32,20 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
 from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
 from nano_inference.telemetry.otlp import OtlpExporter
+from nano_inference.telemetry.span_messages import Request, span_message
+from nano_inference.telemetry.spans import finished
 from nano_inference.telemetry.trace_file import Span, read_spans
 from nano_inference.telemetry.tracing import MOST_BUFFERED
+
+from ..measured import Kept
 
 PARENT = TraceContext("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "vendor=1")
 UNSAMPLED = TraceContext(PARENT.traceparent[:-1] + "0")
@@ -328,6 +333,19 @@ def test_all_of_a_span_arrives(http_receiver: tuple[str, Receiver]) -> None:
     assert (spans["far"].trace_state, spans["far"].flags) == ("vendor=1", 0x300)
     assert len(spans["far"].attributes[0].value.string_value) == 20_000
     assert [link.trace_id.hex() for link in spans["far"].links] == ["a" * 32, root.trace_id]
+
+
+def test_the_messages_are_those_of_opentelemetrys_encoder() -> None:
+    kept = Kept()
+    tracing = Tracing(TracerProvider(), [SimpleSpanProcessor(kept)])
+    root, late = tracing.begin(), 2**63 + 5
+    values = {"é": "ü" * 2_000, "": -3, "b": True, "f": 0.5, "many": ("a", "b"), "big": 2**63 - 1}
+    events, links = (("first", 7), ("second", late)), [PARENT.traceparent, root.traceparent]
+    tracing.span("root", TraceContext(), 5, 9, values, own=root, kind="server")
+    tracing.span("child", PARENT, 5, late, {}, events=events, links=links, error="broken")
+    made = [*finished(kept.spans)]
+    own = ExportTraceServiceRequest.FromString(Request(HERE).encoded([*map(span_message, made)]))
+    assert own == encode_spans([span.readable(HERE) for span in made])
 
 
 def test_a_span_that_protobuf_cannot_hold_costs_no_other(

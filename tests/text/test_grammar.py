@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference.config import BUNDLED_MODEL, Constraint, EngineConfig, RequestError
@@ -31,9 +32,14 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def decoded(**fields: Any) -> Constraint:
+    """A constraint as from a client in another language, which nothing has checked."""
+    return msgspec.convert(fields, Constraint)
+
+
 REFUSED: dict[str, tuple[Constraint, str]] = {
-    "nothing": (Constraint(), "exactly one"),
-    "two": (Constraint(json_object=True, regex="a"), "exactly one"),
+    "nothing": (decoded(), "exactly one"),
+    "two": (decoded(json_object=True, regex="a"), "exactly one"),
     "no JSON": (Constraint(json_schema="{"), "no JSON"),
     "no object": (Constraint(json_schema="3"), "JSON object"),
     "not": (Constraint(json_schema={"not": {}}), "not"),
@@ -45,10 +51,10 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
     "elsewhere": (Constraint(json_schema={"$ref": "http://127.0.0.1:1/x"}), "not fetch"),
     "deep": (Constraint(json_schema=nested(200)), "recursion|nested"),
     "look-ahead": (Constraint(regex="(?=a)b"), "look-around"),
-    "open bracket": (Constraint(regex="("), "regex"),
+    "open bracket": (Constraint(regex="a("), r"expression 'a\(', at character 2: unclosed group$"),
     "surrogate": (Constraint(regex="\ud800"), "read"),
-    "no choice": (Constraint(choice=()), "choice"),
-    "an empty choice": (Constraint(choice=("a", "")), "choice"),
+    "no choice": (decoded(choice=()), "choice"),
+    "an empty choice": (decoded(choice=("a", "")), "choice"),
     "an unknown rule": (Constraint(lark="start: x"), "unknown name"),
     "no rule": (Constraint(lark=""), "Empty"),
     "a rule that never ends": (Constraint(lark="start: start"), "no text at all"),

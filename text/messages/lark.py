@@ -10,6 +10,7 @@ import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from ...config import Constraint, RequestError
+from ...config.sampling_checks import kind_of
 from ..schemas import without_words
 
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"[ \n\r\t]{1,8}"}
@@ -127,9 +128,7 @@ def answer_of(constraint: Constraint) -> str:
     Raises:
         RequestError: invalid_constraint.
     """
-    fields = msgspec.structs.asdict(constraint)
-    if sum(value not in (None, False) for value in fields.values()) != 1:
-        raise _invalid(f"a constraint must be exactly one of {', '.join(fields)}")
+    kind_of(constraint)
     if constraint.json_object:
         return json_of(ANY_OBJECT)
     if constraint.json_schema is not None:
@@ -137,8 +136,6 @@ def answer_of(constraint: Constraint) -> str:
     if constraint.regex is not None:
         return regex(constraint.regex)
     if constraint.choice is not None:
-        if not (constraint.choice and all(constraint.choice)):
-            raise _invalid("constraint.choice must be texts that are not empty, one at least")
         return f"({' | '.join(map(quoted, constraint.choice))})"
     if constraint.gbnf is not None:
         try:

@@ -82,7 +82,7 @@ class MessageCalls:
         asked = request_of(fields, prepared, call.tenant, services.config)
         await check_request(services, asked)
         call.begin(fields.budget_ms, fields.model)
-        services.submissions.check_priority(call.caller, asked)
+        services.submissions.check_priority(call.caller, asked.priority)
         begun = await services.keyed.begin(call, key, [asked])
         (asked,) = begun.requests
         writer = await self._writer(asked, fields, prepared, edited)

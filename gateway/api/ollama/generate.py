@@ -123,7 +123,7 @@ class AnswerCalls:
         asked = request_of(fields, prepared, call.tenant, services.config, plain=plain)
         await check_request(services, asked)
         call.begin(fields.budget_ms, fields.model)
-        services.submissions.check_priority(call.caller, asked)
+        services.submissions.check_priority(call.caller, asked.priority)
         begun = await services.keyed.begin(call, key, [asked])
         (asked,) = begun.requests
         tokenizer = await services.tokenizer.required()

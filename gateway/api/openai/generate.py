@@ -29,7 +29,7 @@ from ...serving.begun_calls import (
     last_event_id,
 )
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
-from ...serving.fields import Body
+from ...serving.fields import Body, engine_priority
 from ...serving.prepared import Prepared, about_tools, check_request, prepare, truncated
 from ...serving.request_ids import ids_of
 from ...serving.services import Services
@@ -220,7 +220,7 @@ class GenerationCalls:
         prompts = await prompts_cut(services, wanted, prompts)
         record = await self._record(wanted, prompts, images, call.tenant, key)
         answers = await self._answers(record)
-        services.submissions.check_priority(call.caller, record.request(0))
+        services.submissions.check_priority(call.caller, engine_priority(wanted.fields.priority))
         begun = None
         if key is not None:
             record, begun = await self._begun.claim(call, record)

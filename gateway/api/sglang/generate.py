@@ -46,7 +46,7 @@ class Generation:
         call.begin(wanted.budget_ms)
         writers = await self._writers(wanted.prompts, caller, tenant)
         for asked in _requests_of(writers[:1]):
-            self._submissions.check_priority(call.caller, asked, lower_first=False)
+            self._submissions.check_priority(call.caller, asked.priority, lower_first=False)
         begun = await self._services.keyed.begin(call, key, _requests_of(writers))
         for writer, asked in zip(writers, begun.requests, strict=True):
             writer.answers(asked, name_of(caller, asked.request_id))

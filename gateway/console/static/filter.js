@@ -7,6 +7,17 @@ const GROUPS = { waiting: "in flight", running: "in flight", done: "done", error
 /** The state of a request as the list counts it. */
 export const group = (state) => GROUPS[state];
 
+const TERM = /(?:^|\s+)state[:=](\S+)/gi;
+
+/** The state that a search asks for, as in STATES; "all" without one, "" for another term. */
+export function stateOf(search) {
+  const terms = [...search.matchAll(TERM)].map(([, state]) => state.toLowerCase().replace("-", " "));
+  return terms.length ? STATES.find((each) => terms.length === 1 && each === terms[0]) ?? "" : "all";
+}
+
+/** A search with this state in place of its own. */
+export const withState = (search, state) => `${search.replace(TERM, "").trim()} ${state === "all" ? "" : `state:${state.replace(" ", "-")}`}`.trim();
+
 const NS = { ns: 1, "µs": 1e3, us: 1e3, ms: 1e6, s: 1e9, min: 6e10, h: 3.6e12 };
 
 /** Filters by a part of a text. */
@@ -60,7 +71,7 @@ function testOf(term) {
 }
 
 /** Return {test, problem} of a search: what fits, and what about it is wrong, or "". A minus before a term means that it does not fit. */
-export function matcher(search, state = "all") {
+export function matcher(search) {
   const tests = [];
   let problem = "";
   for (const term of search.toLowerCase().match(/-?(?:[a-z_]+[:=<>]+)?"[^"]*"?|\S+/g) ?? []) {
@@ -73,5 +84,5 @@ export function matcher(search, state = "all") {
       problem ||= error.message;
     }
   }
-  return { problem, test: problem ? () => false : (each) => (state === "all" || group(each.state) === state) && tests.every((test) => test(each)) };
+  return { problem, test: problem ? () => false : (each) => tests.every((test) => test(each)) };
 }

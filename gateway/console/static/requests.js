@@ -2,7 +2,7 @@
 
 import { call, json } from "./api.js";
 import { copy, h, icon, ICONS, put, toast } from "./dom.js";
-import { group, matcher, STATES } from "./filter.js";
+import { group, matcher, stateOf, STATES, withState } from "./filter.js";
 import { clock, dateTime, duration, number, shortId } from "./format.js";
 import { follow, known } from "./known.js";
 import { remedies } from "./remedies.js";
@@ -50,14 +50,13 @@ export function tail(prompt) {
 
 export function render(root, { signal, argument, query, session }) {
   let rows = [];
-  let state = "all";
   let chosen = null;
   const narrow = matchMedia("(max-width: 760px)");
   const search = h("input", { type: "search", "aria-label": "Filter", placeholder: "Words, or finish:length time>2s", value: query.get("q") ?? "", spellcheck: "false", autocomplete: "off" });
   const help = h("div", { class: "filters", hidden: true }, EXAMPLES.map(([term, means]) => h("button", { type: "button", class: "quiet", onclick: () => { search.value = `${search.value} ${term}`.trim(); filter(); search.focus(); } }, h("code", null, term), ` ${means}`)));
   const helped = h("button", { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => { help.hidden = !help.hidden; helped.setAttribute("aria-expanded", String(!help.hidden)); } }, "Filters");
   const count = h("span", { class: "muted small num", role: "status" });
-  const chips = ["all", ...STATES].map((each) => h("button", { type: "button", data: { state: each }, "aria-pressed": String(each === state), onclick: () => { state = each; for (const other of chips) other.setAttribute("aria-pressed", String(other.dataset.state === each)); filter(); } }, each));
+  const chips = ["all", ...STATES].map((each) => h("button", { type: "button", data: { state: each }, onclick: () => { search.value = withState(search.value, each); filter(); } }, each));
   const space = h("div", { role: "rowgroup" });
   const list = h("div", { class: "list", role: "grid", tabindex: 0, "aria-label": "Requests; arrow keys choose one, Enter opens it" }, space);
   const head = h("div", { class: "list-head", "aria-hidden": "true" }, h("div"), COLUMNS.map(([name, title]) => h("div", { class: name }, title)));
@@ -73,9 +72,11 @@ export function render(root, { signal, argument, query, session }) {
 
   function filter() {
     if (signal.aborted) return;
-    const { test, problem } = matcher(search.value, state);
+    const { test, problem } = matcher(search.value);
+    const state = stateOf(search.value);
     const found = [...known.values()];
     const counts = Map.groupBy ? Map.groupBy(found, (each) => group(each.state)) : new Map();
+    for (const chip of chips) chip.setAttribute("aria-pressed", String(chip.dataset.state === state));
     for (const chip of chips) if (chip.dataset.state !== "all") put(chip, chip.dataset.state, counts.get(chip.dataset.state) && h("small", null, ` ${number(counts.get(chip.dataset.state).length)}`));
     rows = found.filter(test).sort((a, b) => b.number - a.number);
     search.setAttribute("aria-invalid", String(Boolean(problem)));

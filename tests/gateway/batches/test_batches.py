@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -29,6 +30,7 @@ SETTINGS = {
     "gateway.message_format": "off",
     "batches.segment_lines": 3,
     "batches.max_in_flight": 4,
+    "gateway.max_in_flight": 8,
     "batches.max_file_bytes": 20_000,
     "batches.max_tenant_bytes": 100_000,
 }
@@ -216,16 +218,21 @@ async def test_an_aborted_or_lost_line_runs_anew(
     assert len(engine.requests) == 2
 
 
-async def test_a_cancelled_batch_keeps_its_answers(client: AsyncOpenAI, engine: FakeEngine) -> None:
+async def test_a_cancelled_batch_keeps_its_answers(
+    client: AsyncOpenAI, app: GatewayApp, engine: FakeEngine
+) -> None:
     usual = engine.outputs
     engine.outputs = lambda request: usual(request) if "prompt 0" in str(request.prompt) else []
-    batch_id = await begun(client, *map(line, range(5)))
+    batch_id = await begun(client, *map(line, range(12)))
     await engine.until(lambda: "prompt 0" in str([each.prompt for each in engine.requests]))
     await engine.until(lambda: len(engine.ended) == 1)
     assert (await client.batches.cancel(batch_id)).status == "cancelling"
     batch = await ended(client, batch_id)
     assert batch.status == "cancelled"
     assert list(await results(client, batch.output_file_id)) == ["c0"]
+    found = await app.batches.store.read(batch_id)
+    assert found is not None
+    assert (found.counts.completed, found.counts.cancelled) == (1, 11)
     with pytest.raises(APIStatusError, match="no line is left"):
         await client.batches.cancel(batch_id)
 
@@ -316,6 +323,19 @@ async def test_a_refused_tenant_holds_no_place(client: AsyncOpenAI, engine: Fake
     assert (await one.batches.retrieve(waiting)).status == "in_progress"
 
 
+async def test_lines_take_no_places_of_the_tenants_other_calls(
+    client: AsyncOpenAI, engine: FakeEngine
+) -> None:
+    held(engine)
+    batch_id = await begun(client, *map(line, range(4)))
+    await engine.until(lambda: len(engine.requests) == 4)  # half of the gateway's places
+    async with anyio.create_task_group() as group:
+        group.start_soon(partial(client.completions.create, model="tiny", prompt="now"))
+        await engine.until(lambda: len(engine.requests) == 5)
+        engine.go()
+    assert (await ended(client, batch_id)).request_counts.completed == 4
+
+
 async def test_a_long_line_takes_no_more_memory_than_the_longest_that_may_run() -> None:
     async def parts(*found: bytes) -> AsyncIterator[bytes]:
         for each in found:
@@ -378,6 +398,8 @@ async def test_a_file_is_read_listed_and_deleted(client: AsyncOpenAI) -> None:
     assert (await client.files.content(made.id)).content == content
     assert [each.id for each in (await client.files.list(purpose="user_data")).data] == [made.id]
     assert (await client.files.list(purpose="batch")).data == []
+    with pytest.raises(BadRequestError, match="order is 'up'; it may be 'asc', 'desc'"):
+        await client.files.list(order="up")  # type: ignore[arg-type]
     assert (await client.files.delete(made.id)).deleted
     with pytest.raises(NotFoundError):
         await client.files.content(made.id)

@@ -567,6 +567,8 @@ async def test_filters_are_fields_and_numbers_and_an_unknown_one_says_so(
         await page.open("requests?q=stat%3Afailed")
         await page.page.wait_for_selector(".empty:has-text('There is no filter “stat”')")
         assert await page.violations() == []
+        await page.page.fill("input[type=search]", "state:failed")
+        await page.page.wait_for_selector("button[data-state=failed][aria-pressed=true]")
         found = await page.page.evaluate(FITS, [*fit, *unfit, *wrong])
     assert found == [True] * len(fit) + [False] * len(unfit) + list(wrong.values())
 

@@ -13,8 +13,6 @@ from nano_inference.text.messages import MessageFormat, MessageReader, Reading, 
 
 from .families import FAMILIES, TOOLS, Family, deltas_of, format_of_family
 
-FORMATS = {name: format_of_family(family) for name, family in FAMILIES.items()}
-
 ALPHABET = 'ab \n"{}[]<>/|\\,;:=é東😀'
 
 
@@ -75,7 +73,8 @@ def reader_of(
 @given(st.data())
 def test_cuts_do_not_change_a_message(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(FAMILIES)))
-    family, form = FAMILIES[name], FORMATS[name]
+    family = FAMILIES[name]
+    form = format_of_family(family)
     whole = data.draw(messages(family))
     start = data.draw(st.integers(0, len(whole))) if data.draw(st.booleans()) else 0
     opening, text = whole[:start], whole[start:]
@@ -97,7 +96,7 @@ def test_text_without_marks_is_complete(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(FAMILIES)))
     text = data.draw(st.text("ab \n<>/|é東😀", max_size=60))
     pieces = data.draw(cuts(text))
-    delta = deltas_of(reader_of(FORMATS[name], "", True, True), pieces)
+    delta = deltas_of(reader_of(format_of_family(FAMILIES[name]), "", True, True), pieces)
     assert (delta.reasoning, delta.content, delta.calls) == ("", text, ())
 
 
@@ -105,7 +104,7 @@ def test_text_without_marks_is_complete(data: st.DataObject) -> None:
 def test_nothing_is_lost(data: st.DataObject) -> None:
     """If nothing parses as a call and reasoning stays in the text, the whole text is kept."""
     name = data.draw(st.sampled_from(sorted(FAMILIES)))
-    template = FORMATS[name].response_template
+    template = format_of_family(FAMILIES[name]).response_template
     fields = template["fields"] | {"content": {}}
     form = MessageFormat(name=name, response_template=template | {"fields": fields})
     text = data.draw(messages(FAMILIES[name]))
@@ -133,6 +132,8 @@ def test_a_call_is_whole_or_text(data: st.DataObject) -> None:
     known = st.dictionaries(st.sampled_from(["city", "x"]), texts)
     calls = [("get_weather", each) for each in data.draw(st.lists(known, min_size=1, max_size=3))]
     text = family.written(calls)
-    delta = deltas_of(reader_of(FORMATS[name], "", True, True), data.draw(cuts(text)))
+    delta = deltas_of(
+        reader_of(format_of_family(FAMILIES[name]), "", True, True), data.draw(cuts(text))
+    )
     found = [(call.name, json.loads(call.arguments)) for call in delta.calls]
     assert found == calls or (found, delta.content) == ([], text)

@@ -369,7 +369,7 @@ class EngineModel:
             cache_salt=cache_salt_of(call.request),
             images=images,
         )
-        self._services.submissions.check_priority(call.call.caller, request)
+        self._services.submissions.check_priority(call.call.caller, request.priority)
         return await check_request(self._services, request)
 
     async def _complete(

@@ -321,7 +321,7 @@ class ResponseCalls:
         services = self._services
         request = record.request(services.config)
         services.submissions.check_ready()
-        services.submissions.check_priority(record.caller, request)
+        services.submissions.check_priority(record.caller, request.priority)
         await self._check_compaction(record)
         await check_request(services, request)
         size, most = len(record.encode()), services.config.bus.max_request_bytes

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from .....bus.public import ErrorInfo, GenerateRequest, ImageInput
-from .....config import Config, Constraint, NanoInferenceError, SamplingParams, shown
+from .....config import Config, Constraint, NanoInferenceError, SamplingParams, field_name, shown
 from .....text.messages import Reading
 from ....caller import ANYBODY, Caller
 from ....server.http import EngineError, field_error
@@ -40,7 +40,7 @@ _NEUTRAL = frozenset(
     }
 )
 
-_MOST_METADATA = 16
+_MOST_METADATA, _LONGEST_KEY, _LONGEST_TEXT = 16, 64, 512
 _MOST_LISTED = 100
 
 
@@ -227,10 +227,17 @@ def read_response(
     return call, items_of(fields.input, tenant)
 
 
-def check_metadata(metadata: Sized) -> None:
-    """Raises FieldError: There are too many."""
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises FieldError: There are more texts, or longer ones, than OpenAI has."""
     if len(metadata) > _MOST_METADATA:
         raise field_error("metadata", f"has more than {_MOST_METADATA} texts; leave some out")
+    for key, text in metadata.items():
+        if len(key) > _LONGEST_KEY:
+            why = f"has a key of {len(key)} characters, {shown(key)}"
+            raise field_error("metadata", why, f"a key may have {_LONGEST_KEY}")
+        if len(text) > _LONGEST_TEXT:
+            why = f"is a text of {len(text)} characters"
+            raise field_error(f"metadata.{field_name(key)}", why, f"it may have {_LONGEST_TEXT}")
 
 
 def _constraint(fields: ResponseBody) -> Constraint | None:

@@ -14,11 +14,6 @@ _MARK, _HASHED = 1 << 62, (1 << 62) - 1
 """Ids of placeholders have the mark, which no token id has, and 62 bits of a hash."""
 
 
-def is_image_key(id: int) -> bool:
-    """Return whether an id of `KeyIds` stands for a part of an image."""
-    return id >= _MARK
-
-
 class PlacedImage(NamedTuple):
     """An image of a sequence.
 

@@ -55,11 +55,6 @@ _SAME_SHARE = 0.99
 """The share of the target's tokens that must have the same id in the draft model's tokenizer."""
 
 
-def drafts_by_model(config: EngineConfig) -> bool:
-    """Return whether the settings ask for a draft model."""
-    return config.speculation == "auto" and bool(config.draft_model_path)
-
-
 def load_draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
     """Load the model of `engine.draft_model_path`, before the KV cache is sized.
 

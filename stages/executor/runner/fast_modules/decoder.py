@@ -55,6 +55,7 @@ class _Step(ctypes.Structure):
         ("rows", c_long),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("positions", c_void_p),
         ("slots", c_void_p),
         ("tables", c_void_p),
         ("blocks", c_long),
@@ -179,14 +180,22 @@ class DecoderLayers:
         """Return whether each row of a step is one token."""
         return batch.decodes.count == batch.slots.shape[0]
 
-    def __call__(self, rows: Tensor, cos: Tensor, sin: Tensor, batch: PagedBatch) -> None:
+    def __call__(
+        self,
+        rows: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: PagedBatch,
+        positions: Tensor | None = None,
+    ) -> None:
         """Run a step that it handles, in place.
 
         Args:
             rows: `[rows, hidden]`, contiguous. Rows outside `batch.read` are invalid afterwards.
-            cos: `[rows, rotated]`, contiguous.
+            cos: `[positions, rotated]`, contiguous; without positions `[rows, rotated]`.
             sin: Likewise.
             batch: The step.
+            positions: `[rows]`, contiguous: each row's place in `cos` and `sin`.
 
         Raises:
             ValueError: Other numbers rotate, or rows or factors are of another dtype.
@@ -194,7 +203,7 @@ class DecoderLayers:
         if not self._dtype is rows.dtype is cos.dtype is sin.dtype:
             raise ValueError(f"{rows.dtype}, {cos.dtype} and {sin.dtype} for {self._dtype}")
         decodes, count = batch.decodes, rows.shape[0]
-        if cos.shape != (count, self._rotated):
+        if cos.shape != (count if positions is None else len(cos), self._rotated):
             raise ValueError(f"{tuple(cos.shape)} numbers rotate {tuple(rows.shape)} rows")
         if self._watches:
             self.find_weights()
@@ -205,6 +214,7 @@ class DecoderLayers:
             count,
             cos.data_ptr(),
             sin.data_ptr(),
+            None if positions is None else positions.data_ptr(),
             batch.slots.data_ptr(),
             decodes.tables.data_ptr(),
             decodes.tables.shape[1],

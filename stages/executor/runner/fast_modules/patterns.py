@@ -32,6 +32,9 @@ from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]
 
+_KEPT_POSITIONS = 1024
+"""Whose rotary factors are kept at first."""
+
 _DECODER_PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -325,7 +328,9 @@ def join_layers(
                 continue  # it depends on the layer
             together = DecoderLayers(known, rotated, watches=model.is_shared, mixers=model.mixers)
             cache.follow(together.find_weights)
-            yield module, [JoinedDecoder(together, module.forward, calls, parts)]
+            own = parts["rotary_emb"], together.whole_width, calls.tiles
+            factors = RotaryFactors(*own, model.max_model_len)
+            yield module, [JoinedDecoder(together, module.forward, calls, parts, factors)]
 
 
 def follow_layers(
@@ -435,6 +440,7 @@ class JoinedDecoder:
     plain: Forward
     calls: Calls
     parts: Mapping[str, nn.Module]
+    factors: RotaryFactors
 
     def __call__(self, *, attention_batch: PagedBatch, **inputs: Any) -> Any:
         if not self.handles(attention_batch):
@@ -457,12 +463,39 @@ class JoinedDecoder:
     ) -> Tensor:
         """Return the output of the last layer, `[1, tokens, hidden]`."""
         # A copy, since it is overwritten.
-        embed, rotary = self.parts["embed_tokens"], self.parts["rotary_emb"]
+        embed = self.parts["embed_tokens"]
         hidden: Tensor = embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        width = self.together.whole_width
-        cos, sin = _factors(rotary, hidden, position_ids, width, self.calls.tiles)
-        self.together(hidden[0], cos, sin, attention_batch)
+        cos, sin, positions = self.factors.of(hidden, position_ids)
+        self.together(hidden[0], cos, sin, attention_batch, positions)
         return hidden
+
+
+class RotaryFactors:
+    """Rotary factors by position, kept as far as they have been needed: computing them takes a
+    dozen of torch's functions."""
+
+    def __init__(self, rotary: nn.Module, width: int, tiles: FixedTiles, most: int) -> None:
+        """For fewer than `most` positions; `width` as in `_factors`."""
+        self._rotary, self._width, self._tiles, self._most = rotary, width, tiles, most
+        self._kept: list[Tensor] = []
+
+    def of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return both factors, by position, and the tokens' positions; or of each token, and None.
+
+        Args:
+            hidden: Of the dtype of the factors.
+            position_ids: As in `StepInputs`. Those of time, height and width are not kept.
+        """
+        if position_ids.dim() > 2:
+            cos, sin = _factors(self._rotary, hidden, position_ids, self._width, self._tiles)
+            return cos, sin, None
+        last = int(position_ids.max())
+        if not self._kept or last >= len(self._kept[0]):
+            kept = _KEPT_POSITIONS << (last // _KEPT_POSITIONS).bit_length()
+            every = torch.arange(min(kept, self._most))[None]
+            self._kept = _factors(self._rotary, hidden, every, self._width, self._tiles)
+        cos, sin = self._kept
+        return cos, sin, position_ids
 
 
 def _factors(

@@ -173,6 +173,45 @@ INLINE Mask equal_lanes(Floats a, Floats b) {
                    _mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ));
 }
 
+INLINE int any_greater(Floats a, Floats b) {
+    return mask_of(_mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ),
+                   _mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ))
+           != 0;
+}
+
+INLINE void transpose_eight(__m256 *v) {
+    __m256 w[8];
+    UNROLL
+    for (int i = 0; i < 8; i += 2) {
+        w[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+        w[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    }
+    UNROLL
+    for (int i = 0; i < 8; i += 4) UNROLL
+    for (int j = 0; j < 2; j++) {
+        const __m256d x = (__m256d)w[i + j], y = (__m256d)w[i + j + 2];
+        v[i + 2 * j] = (__m256)_mm256_unpacklo_pd(x, y);
+        v[i + 2 * j + 1] = (__m256)_mm256_unpackhi_pd(x, y);
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        w[i] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x20);
+        w[i + 4] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x31);
+    }
+    memcpy(v, w, sizeof w);
+}
+
+// Transposes 16 vectors.
+INLINE void transpose(Floats *v) {
+    __m256 of[4][8];
+    UNROLL
+    for (int i = 0; i < 16; i++) of[i / 8][i % 8] = v[i].low, of[2 + i / 8][i % 8] = v[i].high;
+    UNROLL
+    for (int part = 0; part < 4; part++) transpose_eight(of[part]);
+    UNROLL
+    for (int i = 0; i < 16; i++) v[i] = (Floats){of[i / 8 * 2][i % 8], of[i / 8 * 2 + 1][i % 8]};
+}
+
 // --- dot products -------------------------------------------------------------------------------
 
 typedef __m256 Sums;  // of one dot product

@@ -83,6 +83,36 @@ INLINE Mask not_numbers(Floats v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q
 
 INLINE Mask equal_lanes(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 
+INLINE int any_greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+
+// Transposes 16 vectors of 16 numbers of 32 bits.
+INLINE void transpose(Floats *v) {
+    __m512 w[16];
+    UNROLL
+    for (int i = 0; i < 16; i += 2) {
+        w[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+        w[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    }
+    UNROLL
+    for (int i = 0; i < 16; i += 4) UNROLL
+    for (int j = 0; j < 2; j++) {
+        const __m512d x = (__m512d)w[i + j], y = (__m512d)w[i + j + 2];
+        v[i + 2 * j] = (__m512)_mm512_unpacklo_pd(x, y);
+        v[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd(x, y);
+    }
+    UNROLL
+    for (int i = 0; i < 16; i += 8) UNROLL
+    for (int j = i; j < i + 4; j++) {
+        w[j] = _mm512_shuffle_f32x4(v[j], v[j + 4], 0x88);
+        w[j + 4] = _mm512_shuffle_f32x4(v[j], v[j + 4], 0xdd);
+    }
+    UNROLL
+    for (int i = 0; i < 8; i++) {
+        v[i] = _mm512_shuffle_f32x4(w[i], w[i + 8], 0x88);
+        v[i + 8] = _mm512_shuffle_f32x4(w[i], w[i + 8], 0xdd);
+    }
+}
+
 // --- dot products -------------------------------------------------------------------------------
 
 typedef __m512 Sums;  // of one dot product

@@ -187,14 +187,15 @@ static void mark(long part) {
 INLINE void mark(long part) { (void)part; }
 #endif
 
-// Rows of one token each. cos, sin: [rows, rotated]. slots: [rows], where keys and values go.
+// Rows of one token each. cos, sin: [positions, rotated], or [rows, rotated] without positions.
+// positions: [rows], or NULL. slots: [rows], where keys and values go.
 // tables, blocks and contexts are as in decode_attention. read: [num_read], rising: those whose
 // result is wanted, at most half of the rows, with their tables and contexts; num_read is rows if
 // all are.
 typedef struct {
     long rows;
     const number *cos, *sin;
-    const int64_t *slots, *tables;
+    const int64_t *positions, *slots, *tables;
     long blocks;
     const int64_t *contexts;
     long num_read;
@@ -235,7 +236,8 @@ static void place_by_team(const DecoderLayer *l, const Step *step, number *proje
         for (long head = 0; head < a->kv_heads && l->keys.weight; head++)
             norm_row(key + head * width, l->keys.weight, key + head * width, width, l->keys.epsilon,
                      l->keys.shifted);
-        const number *cos = step->cos + row * step->rotated, *sin = step->sin + row * step->rotated;
+        const long turn = (step->positions ? step->positions[row] : row) * step->rotated;
+        const number *cos = step->cos + turn, *sin = step->sin + turn;
         rotate_row(query, cos, sin, heads, width, step->rotated);
         rotate_row(key, cos, sin, a->kv_heads, width, step->rotated);
         store_row(a, key, key + a->kv_heads * width, step->slots[row]);

@@ -54,10 +54,12 @@ static void multiply_along(const HeadProducts *p, const number *matrix, const nu
             const Operand *those = weights + t * inputs;
             some = tokens - t < ADDED_TOGETHER ? tokens - t : ADDED_TOGETHER;
             switch (some) {
-            case 1: add_values(1, sums, 32, those, inputs, laid_out, inputs); break;
-            case 2: add_values(2, sums, 32, those, inputs, laid_out, inputs); break;
-            case 3: add_values(3, sums, 32, those, inputs, laid_out, inputs); break;
-            default: add_values(ADDED_TOGETHER, sums, 32, those, inputs, laid_out, inputs); break;
+            case 1: add_values(1, 2, sums, 32, those, inputs, laid_out, 0, inputs, 0); break;
+            case 2: add_values(2, 2, sums, 32, those, inputs, laid_out, 0, inputs, 0); break;
+            case 3: add_values(3, 2, sums, 32, those, inputs, laid_out, 0, inputs, 0); break;
+            default:
+                add_values(ADDED_TOGETHER, 2, sums, 32, those, inputs, laid_out, 0, inputs, 0);
+                break;
             }
             for (long a = 0; a < some; a++) {
                 Floats low = load_floats(sums + a * 32), high = load_floats(sums + a * 32 + 16);

@@ -107,7 +107,7 @@ INLINE void load_sums(const float *sums, long outputs, __m512 *rows) {
     UNROLL
     for (int i = 0; i < TILE; i++)
         rows[i] = i < outputs ? _mm512_loadu_ps(sums + i * TILE) : _mm512_setzero_ps();
-    transpose((__m512i *)rows);
+    transpose(rows);
 }
 
 // The next group from output `column` on. The last one begins earlier than it should if its tile

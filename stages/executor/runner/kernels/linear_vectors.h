@@ -144,83 +144,54 @@ INLINE Products dot_products_in_order(int rows, int columns, const Operand *x, W
     return sum_tile(sums, rows * columns);
 }
 
-// Computes and stores outputs from up to 16 products; gated kinds with `ups`.
-INLINE void put_products(int rows, int columns, const Linear *l, long part, Floats products,
-                         Floats ups, Target to, long column) {
-    if (l->bias[part]) {
-        float bias[16] = {0};
-        UNROLL
-        for (int i = 0; i < rows * columns; i++)
-            bias[i] = wide(l->bias[part][column + i % columns]);
-        products = add(products, load_floats(bias));
-    }
-    if (l->kind >= GATED_SILU)
-        products = multiply(rounded(activate(rounded(products), l->kind)), rounded(ups));
-    if (to.added) {
-        number added[16] = {0};
-        UNROLL
-        for (int a = 0; a < rows; a++)
-            memcpy(added + a * columns, to.added + a * to.stride + column,
-                   columns * sizeof(number));
-        products = add(rounded(products), load_wide(added));
-    }
-    if (l->kind == WIDE) {
-        float result[16];
-        store_floats(result, rounded(products));
-        UNROLL
-        for (int a = 0; a < rows; a++)
-            memcpy((float *)to.out + a * to.stride + column, result + a * columns,
-                   columns * sizeof(float));
-    } else {
-        number result[16];
-        store_narrow(result, products);
-        UNROLL
-        for (int a = 0; a < rows; a++)
-            memcpy((number *)to.out + a * to.stride + column, result + a * columns,
-                   columns * sizeof(number));
-    }
+// Stores a tile's products, rows of `to` 16 apart.
+INLINE void keep_products(int rows, int columns, Products products, float *to) {
+    float lanes[32];
+    store_floats(lanes, products.of[0]);
+    if (rows * columns > 16) store_floats(lanes + 16, products.of[1]);
+    UNROLL
+    for (int a = 0; a < rows; a++)
+        memcpy(to + a * 16, lanes + a * columns, columns * sizeof(float));
 }
 
-// One tile of outputs: `rows` rows, and `columns` columns from `column` on, where `weights` begin.
-// With `in_order` as in dot_products_in_order.
-INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const Operand *x,
-                          Weights weights, Target to, long column, int in_order,
-                          const number *ahead, long lines) {
+// One tile of products: `rows` rows, and the `columns` columns where `weights` begin; those of a
+// gated kind's other part to `ups`. With `in_order` as in dot_products_in_order.
+INLINE void multiply_tile(int rows, int columns, const Linear *l, const Operand *x, Weights weights,
+                          float *to, float *ups, int in_order, const number *ahead, long lines) {
     const long k = l->inputs;
     const Products products = in_order ? dot_products_in_order(rows, columns, x, weights, k)
                                        : dot_products(rows, columns, x, weights, k, ahead, lines);
-    Products ups = products;
+    keep_products(rows, columns, products, to);
     if (l->kind >= GATED_SILU) {
-        const number *other_ahead = ahead ? l->weight[1] + (ahead - l->weight[0]) : NULL;
-        ups = in_order ? dot_products_in_order(rows, columns, x, ups_of(weights), k)
-                       : dot_products(rows, columns, x, ups_of(weights), k, other_ahead, lines);
+        const Weights others = ups_of(weights);
+        const number *next = ahead ? l->weight[1] + (ahead - l->weight[0]) : NULL;
+        keep_products(rows, columns,
+                      in_order ? dot_products_in_order(rows, columns, x, others, k)
+                               : dot_products(rows, columns, x, others, k, next, lines),
+                      ups);
     }
-    const int held = rows * columns > 16 ? 16 / columns : rows;
-    put_products(held, columns, l, part, products.of[0], ups.of[0], to, column);
-    if (held < rows)
-        put_products(rows - held, columns, l, part, products.of[1], ups.of[1],
-                     at_row(to, held, output_width(l)), column);
 }
 
-// Outputs `start` to `stop` of some rows, in tiles of so many columns and the rest one by one.
-INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const Operand *x,
-                          Weights weights, Target to, long start, long stop, int in_order,
-                          const number *ahead, long lines) {
+// Products with `count` rows of weights, at most 16, in tiles of so many columns and the rest one
+// by one.
+INLINE void multiply_rows(int rows, int columns, const Linear *l, const Operand *x, Weights weights,
+                          long count, float *to, float *ups, int in_order, const number *ahead,
+                          long lines) {
     const long k = l->inputs;
-    long column = start;
-    for (; column + columns <= stop; column += columns)
-        multiply_tile(rows, columns, l, part, x, weights_from(weights, (column - start) * k), to,
-                      column, in_order, ahead, lines);
-    for (; column < stop; column++)
-        multiply_tile(rows, 1, l, part, x, weights_from(weights, (column - start) * k), to, column,
+    long column = 0;
+    for (; column + columns <= count; column += columns)
+        multiply_tile(rows, columns, l, x, weights_from(weights, column * k), to + column,
+                      ups + column, in_order, ahead, lines);
+    for (; column < count; column++)
+        multiply_tile(rows, 1, l, x, weights_from(weights, column * k), to + column, ups + column,
                       0, NULL, 0);
 }
 
 // Likewise, of as many rows as a tile has: MOST_ROWS, which use each weight for more products, or
 // up to four.
-INLINE void multiply_some(const Linear *l, long part, const Operand *x, Weights weights, Target to,
-                          long rows, long start, long stop, const number *ahead, long lines) {
-#define MULTIPLY(rows) multiply_rows(rows, 4, l, part, x, weights, to, start, stop, 0, ahead, lines)
+INLINE void multiply_some(const Linear *l, const Operand *x, Weights weights, long rows, long count,
+                          float *to, float *ups, const number *ahead, long lines) {
+#define MULTIPLY(rows) multiply_rows(rows, 4, l, x, weights, count, to, ups, 0, ahead, lines)
     switch (rows) {
     case 1: MULTIPLY(1); break;
     case 2: MULTIPLY(2); break;
@@ -256,39 +227,58 @@ static Weights widened(const Linear *l, Weights weights, long columns, Operand *
     return (Weights){(const number *)room, (const number *)(room + 4 * k), 1};
 }
 
-// The same, of any number of rows. room: for eight rows of weights as operands, which are made if
-// enough rows of x use them.
-static void multiply_block(const Linear *l, long part, const Operand *x, Target to, long rows,
-                           long start, long stop, Operand *room) {
-    const long k = l->inputs, width = output_width(l);
+// Products of any number of rows with up to four rows of weights, from output `column` on. room:
+// for eight rows of weights as operands, which are made if enough rows of x use them.
+INLINE void multiply_columns(const Linear *l, long part, const Operand *x, long rows, long column,
+                             long count, float *to, float *ups, Operand *room) {
+    const long k = l->inputs;
     // While four columns are multiplied with all rows, the next four are prefetched evenly: a burst
     // would stall. Of three tiles, smaller ones prefetch one line a step, for which they suffice.
     const long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, lines = (4 + tiles - 1) / tiles;
     const long share = k / WIDTH * WIDTH;
-    const int ahead_helps = rows > 2 || k < LONG;
-    for (long column = start; column < stop; column += 4) {
-        const long until = column + 4 < stop ? column + 4 : stop;
-        const number *next = l->weight[part] + (column + 4) * k;
-        Weights weights = weights_of(l, part, column);
-        const int many = WIDENED && rows >= 3 * MOST_ROWS;
-        if (many) weights = widened(l, weights, until - column, room);
-        for (long row = 0, done = 0, some; row < rows; row += some) {
-            const int more = done < 4 * k && ahead_helps;
-            const number *ahead = more ? next + done : NULL;
-            const Target here = at_row(to, row, width);
-            some = tile_rows(rows - row);
-            const long here_lines = tiles == 3 && some < MOST_ROWS ? 1 : lines;
-            // Constants, so that the loops are compiled for each kind of weights.
-            weights.are_operands = 0;
-            const Weights operands = {weights.rows, weights.ups, 1};
-            if (many)
-                multiply_some(l, part, x + row * k, operands, here, some, column, until, ahead,
-                              more ? here_lines : 0);
-            else
-                multiply_some(l, part, x + row * k, weights, here, some, column, until, ahead,
-                              more ? here_lines : 0);
-            done += share * here_lines;
-        }
+    const int ahead_helps = rows > 2 || k < LONG, many = WIDENED && rows >= 3 * MOST_ROWS;
+    const number *next = l->weight[part] + (column + 4) * k;
+    Weights weights = weights_of(l, part, column);
+    if (many) weights = widened(l, weights, count, room);
+    for (long row = 0, done = 0, some; row < rows; row += some) {
+        const int more = done < 4 * k && ahead_helps;
+        const number *ahead = more ? next + done : NULL;
+        some = tile_rows(rows - row);
+        const long here_lines = tiles == 3 && some < MOST_ROWS ? 1 : lines;
+        const long given = more ? here_lines : 0;
+        float *here = to + row * 16, *ups_here = ups + row * 16;
+        // Constants, so that the loops are compiled for each kind of weights.
+        weights.are_operands = 0;
+        const Weights operands = {weights.rows, weights.ups, 1};
+        if (many)
+            multiply_some(l, x + row * k, operands, some, count, here, ups_here, ahead, given);
+        else
+            multiply_some(l, x + row * k, weights, some, count, here, ups_here, ahead, given);
+        done += share * here_lines;
+    }
+}
+
+// Outputs `start` to `stop` of some rows. 16 columns of all rows are multiplied before they become
+// outputs: right behind each tile, the next one's products would wait for activations.
+static void multiply_block(const Linear *l, long part, const Operand *x, Target to, long rows,
+                           long start, long stop, Operand *room) {
+    const long width = output_width(l), gated = l->kind >= GATED_SILU;
+    float products[rows * 16], ups[gated ? rows * 16 : 16];
+    for (long column = start; column < stop; column += 16) {
+        const long count = stop - column < 16 ? stop - column : 16;
+        const Weights weights = weights_of(l, part, column);
+        if (IN_ORDER && rows == 1)
+            multiply_rows(1, 16, l, x, weights, count, products, ups, 1, NULL, 0);
+        else if (IN_ORDER && rows == 2)
+            multiply_rows(2, 8, l, x, weights, count, products, ups, 1, NULL, 0);
+        else
+            for (long i = 0; i < count; i += 4)
+                multiply_columns(l, part, x, rows, column + i, count - i < 4 ? count - i : 4,
+                                 products + i, ups + i, room);
+        for (long row = 0; row < rows; row++)
+            put_outputs(l, part, load_floats(products + row * 16),
+                        load_floats(gated ? ups + row * 16 : ups), at_row(to, row, width), column,
+                        first(count));
     }
 }
 
@@ -307,14 +297,7 @@ static void dense_by_team(const Linear *l, const number *x, long rows, const num
         for (long part = 0; part < output_parts(l); part++) {
             const Outputs o = outputs_of(l, &chunks, item % chunks.count, part);
             const Target to = target_of(l, out, added, o.offset);
-            const Weights weights = weights_of(l, part, o.start);
-            if (IN_ORDER && rows == 1)
-                multiply_rows(1, 16, l, part, operands, weights, to, o.start, o.stop, 1, NULL, 0);
-            else if (IN_ORDER && rows == 2)
-                multiply_rows(2, 8, l, part, operands, weights, to, o.start, o.stop, 1, NULL, 0);
-            else
-                multiply_block(l, part, operands, at_row(to, from, width), some, o.start, o.stop,
-                               room);
+            multiply_block(l, part, operands, at_row(to, from, width), some, o.start, o.stop, room);
         }
     }
 }

@@ -104,13 +104,17 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
     }
 }
 
+enum { MOST_ADDED = 3 };  // rows of 32 sums each that stay in registers
+
 // Adds weighted values of positions, a multiple of 16 in the layout above, to 32 sums of each row.
-INLINE void add_values(int rows, float *sums, long width, const Operand *weights, long stride,
-                       const Operand *values, long positions) {
+// fresh: the sums are none yet.
+INLINE void add_values(int rows, int vectors, float *sums, long width, const Operand *weights,
+                       long stride, const Operand *values, long apart, long positions, int fresh) {
     __m256 of[3][4];
+    (void)vectors, (void)apart;  // always 2
     UNROLL
     for (int a = 0; a < rows; a++) UNROLL
-    for (int i = 0; i < 4; i++) of[a][i] = _mm256_loadu_ps(sums + a * width + i * 8);
+    for (int i = 0; i < 4; i++) of[a][i] = _mm256_setzero_ps();
     for (long j = 0; j < positions; j++, values += 32) {
         __m256 weight[3];
         UNROLL
@@ -124,7 +128,11 @@ INLINE void add_values(int rows, float *sums, long width, const Operand *weights
     }
     UNROLL
     for (int a = 0; a < rows; a++) UNROLL
-    for (int i = 0; i < 4; i++) _mm256_storeu_ps(sums + a * width + i * 8, of[a][i]);
+    for (int i = 0; i < 4; i++) {
+        float *to = sums + a * width + i * 8;
+        if (!fresh) of[a][i] = _mm256_add_ps(_mm256_loadu_ps(to), of[a][i]);
+        _mm256_storeu_ps(to, of[a][i]);
+    }
 }
 
 // As add_values leaves them.

@@ -37,33 +37,6 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
     }
 }
 
-// Adds weighted values of positions, a multiple of 16 in the layout above, to 32 sums of each row.
-INLINE void add_values(int rows, float *sums, long width, const number *weights, long stride,
-                       const number *values, long positions) {
-    __m512 x[4], y[4];
-    UNROLL
-    for (int a = 0; a < rows; a++) {
-        x[a] = _mm512_loadu_ps(sums + a * width);
-        y[a] = _mm512_loadu_ps(sums + a * width + 16);
-    }
-    for (long j = 0; j < positions; j += 2, values += 64) {
-        const Numbers low = load(values, 0, ALL_LANES), high = load(values + 32, 0, ALL_LANES);
-        UNROLL
-        for (int a = 0; a < rows; a++) {
-            int two;
-            memcpy(&two, weights + a * stride + j, sizeof two);
-            const Numbers weight = (Numbers)_mm512_set1_epi32(two);
-            x[a] = _mm512_dpbf16_ps(x[a], weight, low);
-            y[a] = _mm512_dpbf16_ps(y[a], weight, high);
-        }
-    }
-    UNROLL
-    for (int a = 0; a < rows; a++) {
-        _mm512_storeu_ps(sums + a * width, x[a]);
-        _mm512_storeu_ps(sums + a * width + 16, y[a]);
-    }
-}
-
 // Reorders sums of add_values, two vectors, to the order of the values: unpacking has interleaved
 // groups of four.
 INLINE void put_in_order(__m512 *x, __m512 *y) {

@@ -34,33 +34,5 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
     }
 }
 
-// Adds weighted values of positions, a multiple of 16 in the layout above, to 32 sums of each row.
-// Even and odd positions have separate sums, to hide the latency of additions.
-INLINE void add_values(int rows, float *sums, long width, const number *weights, long stride,
-                       const number *values, long positions) {
-    __m512 x[4][2], y[4][2];
-    UNROLL
-    for (int a = 0; a < rows; a++) {
-        x[a][0] = _mm512_loadu_ps(sums + a * width);
-        y[a][0] = _mm512_loadu_ps(sums + a * width + 16);
-        x[a][1] = y[a][1] = _mm512_setzero_ps();
-    }
-    for (long j = 0; j < positions; j += 2) UNROLL
-    for (int i = 0; i < 2; i++, values += 32) {
-        const Numbers low = load(values, 0, ALL_LANES), high = load(values + 16, 0, ALL_LANES);
-        UNROLL
-        for (int a = 0; a < rows; a++) {
-            const __m512 weight = _mm512_set1_ps(weights[a * stride + j + i]);
-            x[a][i] = _mm512_fmadd_ps(weight, low, x[a][i]);
-            y[a][i] = _mm512_fmadd_ps(weight, high, y[a][i]);
-        }
-    }
-    UNROLL
-    for (int a = 0; a < rows; a++) {
-        _mm512_storeu_ps(sums + a * width, _mm512_add_ps(x[a][0], x[a][1]));
-        _mm512_storeu_ps(sums + a * width + 16, _mm512_add_ps(y[a][0], y[a][1]));
-    }
-}
-
 // As add_values leaves them.
 INLINE void put_in_order(__m512 *x, __m512 *y) { (void)x, (void)y; }

@@ -43,43 +43,14 @@ INLINE void shape_tiles(long rows, long columns) {
 // Barrier between writing memory and loading tiles from it: GCC doesn't see the load.
 INLINE void written(void) { __asm__ volatile("" ::: "memory"); }
 
-// Transposes 16 vectors of 16 numbers of 32 bits.
-INLINE void transpose(__m512i *v) {
-    __m512i w[16];
-    UNROLL
-    for (int i = 0; i < 16; i += 2) {
-        w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    UNROLL
-    for (int i = 0; i < 16; i += 4) {
-        v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
-        v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
-        v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
-        v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
-    }
-    UNROLL
-    for (int i = 0; i < 16; i += 8) UNROLL
-    for (int j = i; j < i + 4; j++) {
-        w[j] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0x88);
-        w[j + 4] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0xdd);
-    }
-    UNROLL
-    for (int i = 0; i < 8; i++) {
-        v[i] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0x88);
-        v[i + 8] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0xdd);
-    }
-}
-
 // Lays out up to WIDTH numbers of up to 16 rows as a second operand, padded to a whole tile.
 INLINE void lay_out_rows(const number *const *rows, long present, long offset, long count,
                          number *to) {
-    __m512i v[TILE];
+    Floats v[TILE];
     UNROLL
     for (int i = 0; i < TILE; i++)
-        v[i] = i < present ? _mm512_maskz_loadu_epi16(lanes(count), rows[i] + offset)
-                           : _mm512_setzero_si512();
+        v[i] = i < present ? (Floats)load(rows[i] + offset, 0, lanes(count)) : zeros();
     transpose(v);
     UNROLL
-    for (int i = 0; i < TILE; i++) _mm512_storeu_si512(to + i * WIDTH, v[i]);
+    for (int i = 0; i < TILE; i++) store_floats((float *)(to + i * WIDTH), v[i]);
 }

@@ -169,6 +169,8 @@ async def test_what_can_not_be_a_conversation(http: Client) -> None:
             "items[0].call_id",
         ),
         ({"metadata": {str(key): "" for key in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
         ({"input": "a"}, "input"),
     ):
         assert refusal(await http.post(PATH, json=body))[1] == param

@@ -117,6 +117,7 @@ class Definition:
     def __init__(self, folder: Path, head: Path | None = None) -> None:
         """`head`: of EAGLE-3; an MTP head if None."""
         self.target = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        self._known: list[tuple[list[int], Tensor]] = []
         self.eagle = None if head is None else load_file(head / "model.safetensors")
         if head is None:
             tensors = load_file(folder / "model.safetensors")
@@ -138,22 +139,9 @@ class Definition:
     @torch.no_grad()
     def behind_best(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[float]:
         """Return how far the logit of each drafted token is below the largest one."""
-        ids = torch.tensor([tokens])
-        output = self.target.base_model(input_ids=ids[:, :-1], output_hidden_states=True)
-        if self.eagle is None:
-            states = output.last_hidden_state
-        else:
-            # The last one is normalised there: the layer's own output is in no tuple.
-            read: list[Tensor] = list(output.hidden_states[1:3])
-            keep: list[Tensor] = []
-            hook = self.target.base_model.layers[2].register_forward_hook(
-                lambda *call: keep.append(call[2])
-            )
-            self.target.base_model(input_ids=ids[:, :-1])
-            hook.remove()
-            states = F.linear(torch.cat([*read, keep[0]], -1), self.eagle["fc.weight"])
+        states = self._states(list(tokens[:-1]))
         found: list[float] = []
-        given = ids[:, 1:]
+        given = torch.tensor([tokens[1:]])
         for token in drafted:
             embeddings = self.target.get_input_embeddings()(given)
             after, logits = self._step(embeddings, states)
@@ -161,6 +149,25 @@ class Definition:
             states = torch.cat((states, after), 1)
             given = torch.cat((given, torch.tensor([[token]])), 1)
         return found
+
+    def _states(self, tokens: list[int]) -> Tensor:
+        """Return what the head reads of the target; of a sequence's beginning, from its whole."""
+        for known, states in self._known:
+            if known[: len(tokens)] == tokens:
+                return states[:, : len(tokens)]
+        keep: list[Tensor] = []
+        # The last state is normalised there: the layer's own output is in no tuple.
+        hook = self.target.base_model.layers[-1].register_forward_hook(
+            lambda *call: keep.append(call[2])
+        )
+        output = self.target.base_model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+        hook.remove()
+        states = output.last_hidden_state
+        if self.eagle is not None:
+            read = torch.cat([*output.hidden_states[1:3], *keep], -1)
+            states = F.linear(read, self.eagle["fc.weight"])
+        self._known.append((tokens, states))
+        return states
 
     def _step(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         if self.eagle is not None:

@@ -11,6 +11,8 @@ import torch
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.fast_modules.decoder import DecoderLayers
+from nano_inference.stages.executor.runner.fast_modules.patterns import RotaryFactors
+from nano_inference.stages.executor.runner.fixed_tiles import FixedTiles
 from nano_inference.stages.executor.runner.model import wrap_model
 
 from .....soaking import in_soak
@@ -183,7 +185,7 @@ def test_layers_in_one_call_give_the_bits_of_single_passes(
 
     def counted(self: DecoderLayers, rows: torch.Tensor, *args: Any) -> None:
         taken.append(len(rows))
-        read = args[-1].read
+        read = args[2].read
         left_out.append(0 if read is None else len(rows) - read.rows.count)
         call(self, rows, *args)
 
@@ -318,3 +320,14 @@ def test_a_model_without_kernels_says_why(
     core = core_of(make_model("llama").to(dtype), **changes)
     assert why in core.off.get("kernels", "")
     assert core.runner.fast_modules is None
+
+
+def test_kept_rotary_factors_are_the_model_s(dtype: torch.dtype) -> None:
+    rotary, hidden = make_model("qwen2", head_dim=32).model.rotary_emb, torch.zeros(1, dtype=dtype)
+    factors = RotaryFactors(rotary, 32, FixedTiles(), 5000)
+    for positions in ([3, 0], [1023], [4999, 1024], [7, 7, 2]):
+        ids = torch.tensor([positions])
+        cos, sin, places = factors.of(hidden, ids)
+        assert places is ids
+        for found, wanted in zip((cos, sin), rotary(hidden, ids), strict=True):
+            torch.testing.assert_close(found[positions], wanted[0])

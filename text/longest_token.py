@@ -27,7 +27,7 @@ _SHRINKING = {
 }
 
 
-def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
+def longest_token_bytes(tokenizer: PreTrainedTokenizerFast | None) -> int:
     """Return the largest number of UTF-8 bytes that a text has per token.
 
     So a text has at least `len(text.encode()) / longest_token_bytes` tokens, known without
@@ -35,11 +35,13 @@ def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
 
     Returns:
         The longest token's bytes, times the factor by which the normalizer may shrink a text; or
-        `ANY_LENGTH` if a token may represent or swallow text of any length: a normalizer or
-        pre-tokenizer that drops characters, an "unknown" token for a whole word or a run of
-        characters, special tokens that strip adjacent spaces. Truncation is never applied to
-        prompts.
+        `ANY_LENGTH` without a tokenizer, or if a token may represent or swallow text of any length:
+        a normalizer or pre-tokenizer that drops characters, an "unknown" token for a whole word or
+        a run of characters, special tokens that strip adjacent spaces. Truncation is never applied
+        to prompts.
     """
+    if tokenizer is None:
+        return ANY_LENGTH
     backend = tokenizer.backend_tokenizer
     normalizers = list(parts_of(backend.normalizer, "normalizers"))
     before = list(parts_of(backend.pre_tokenizer, "pretokenizers"))

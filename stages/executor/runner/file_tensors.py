@@ -69,7 +69,7 @@ class FileTensor:
             flat = torch.empty(size, dtype=dtype)
         else:
             flat = zeros((size,), dtype, torch.device("cpu"), huge=True)
-        room = memoryview(flat.view(torch.uint8).numpy())
+        room = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._start)
             while room:

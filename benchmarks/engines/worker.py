@@ -115,9 +115,9 @@ def serve(kind: type[Engine]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     folder, shape, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    before = peak_bytes()
+    about = {"before_bytes": peak_bytes(), "imported_at": time.time()}
     engine = kind(folder, shape, threads)
-    about = {"version": engine.version, "held_bytes": engine.held_bytes, "before_bytes": before}
+    about |= {"version": engine.version, "held_bytes": engine.held_bytes}
     print(json.dumps(about), file=answers)
     for line in sys.stdin:
         name, seed = json.loads(line)

@@ -16,6 +16,7 @@ from ...config import ModelError, RequestError, SamplingParams
 from ...text.chat_template import Run
 from ...text.detokenizer import Detokenizer, TokenPieces
 from ...text.images import ImageProcessor
+from ...text.longest_token import longest_token_bytes
 from ...text.messages import MessageFormat
 from ...text.model_folder import folder_of
 from ...text.model_format import format_of
@@ -24,7 +25,6 @@ from ...text.tokenizer import (
     check_text_fits,
     encode,
     load_tokenizer,
-    longest_token_bytes,
     special_token_ids,
     stop_token_ids_of,
 )

@@ -29,7 +29,6 @@ from ...bus.public import GenerateRequest
 from ...bus.recovery import RecoveredSample
 from ...bus.sections import with_sections
 from ...config import Config, RequestError
-from ...text.tokenizer import ANY_LENGTH, longest_token_bytes
 from ..parts import Kind, Parts
 from .arrivals import Accepted, PromptImage, ResponseKey, Tokens
 from .checks import (
@@ -77,9 +76,9 @@ class AdmissionCore:
         self._resolve = SamplingLimits(config, stop_token_ids)
         self._processor = processor
         self._tokenizer = tokenizer
-        self._longest_token_bytes = (
-            ANY_LENGTH if tokenizer is None else longest_token_bytes(tokenizer)
-        )
+        from ...text.longest_token import longest_token_bytes  # which no request needs
+
+        self._longest_token_bytes = longest_token_bytes(tokenizer)
         self._capacity: ReplicaCapacity | None = None
         self._seq_ids = itertools.count(1)
         self._parts = Parts(Part, make_parts(config, tokenizer, processor))

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference.config import Config, ModelError, RequestError, SamplingParams
 from nano_inference.stages.admission.checks import check_sampling
+from nano_inference.text.longest_token import longest_token_bytes
 from nano_inference.text.tokenizer import (
     ANY_LENGTH,
     check_text_fits,
     default_sampling_params,
     find_tokenizer,
     load_tokenizer,
-    longest_token_bytes,
     special_token_ids,
     stop_token_ids_of,
 )

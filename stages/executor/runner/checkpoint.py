@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from ....config import ModelError
-from .system_memory import HUGE_PAGE, zeros
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _CODED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
-
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec's decoders."""
@@ -61,61 +55,6 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                 f"of one checkpoint, so copy or download the folder again"
             )
     return files
-
-
-class _Entry(msgspec.Struct):
-    """A tensor in the header of a file; the entry of the file's metadata has other fields."""
-
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
-
-
-class FileTensor:
-    """A tensor that is read into large pages when it is indexed, as Transformers' loader does.
-
-    Copying it from a mapped file takes five times as much processor time, since every page of 4 KiB
-    faults.
-    """
-
-    def __init__(self, path: Path, start: int, entry: _Entry) -> None:
-        self._path, self._start, self._entry = path, start, entry
-
-    def get_dtype(self) -> str:
-        """Return its type in the terms of safetensors, as the loader expects."""
-        return self._entry.dtype
-
-    def __getitem__(self, _: object) -> Tensor:
-        dtype, shape = _DTYPES[self._entry.dtype], self._entry.shape
-        size = math.prod(shape)
-        if size * dtype.itemsize < HUGE_PAGE:
-            flat = torch.empty(size, dtype=dtype)
-        else:
-            flat = zeros((size,), dtype, torch.device("cpu"), huge=True)
-        room = memoryview(flat.view(torch.uint8).numpy())
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(self._start)
-            while room:
-                count = file.readinto(room)
-                if not count:
-                    raise EOFError(f"{self._path} is cut off")
-                room = room[count:]
-        return flat.view(shape)
-
-
-def file_tensors(files: Mapping[str, Path]) -> dict[str, FileTensor]:
-    """Return the tensors of `tensor_files`; {} if some are no floats of 16 or 32 bits."""
-    found = {}
-    for path in {*files.values()}:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            entries = msgspec.json.decode(file.read(size), type=dict[str, _Entry])
-        for name, entry in entries.items():
-            if files.get(name) == path:
-                if entry.dtype not in _DTYPES:
-                    return {}
-                found[name] = FileTensor(path, 8 + size + entry.data_offsets[0], entry)
-    return found
 
 
 def is_coded(name: str) -> bool:

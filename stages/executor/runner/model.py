@@ -35,7 +35,7 @@ from .attention.interface import (
     register_attention,
 )
 from .attention.lengths import provide_lengths
-from .checkpoint import file_tensors, is_coded, tensor_files, tensors_missing, wrong_shape
+from .checkpoint import is_coded, tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel, with_codes
@@ -321,9 +321,10 @@ def _load_weights(
         if plan is not None:
             options |= plan.options(hf_config)
             dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
-        elif _to_huge_pages(config, hf_config, auto) and (state := file_tensors(files)):
-            options |= {"config": hf_config, "state_dict": state}
-            dtype = hf_config.dtype if dtype == "auto" else dtype
+        elif config.huge_pages == "auto" and resolve_device(config.device).type == "cpu":
+            from .file_tensors import options_of as options_of_files
+
+            options |= options_of_files(files, hf_config, auto)
     if "state_dict" in options:
         # The class itself: the automatic one takes no tensors without a folder.
         auto, source = _class_of(auto._model_mapping, hf_config), None
@@ -352,18 +353,6 @@ def _load_weights(
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
     return frozen, plan
-
-
-def _to_huge_pages(config: EngineConfig, hf_config: PreTrainedConfig, auto: Any) -> bool:
-    """Whether tensors are read straight into large pages, of a model whose class and dtype are
-    known without the loader."""
-    return (
-        config.huge_pages == "auto"
-        and resolve_device(config.device).type == "cpu"
-        and hf_config.get_text_config() is hf_config
-        and hf_config.dtype is not None
-        and not isinstance(auto._model_mapping[type(hf_config)], tuple)
-    )
 
 
 def _plan_of(

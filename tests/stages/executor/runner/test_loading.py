@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
+from nano_inference.stages.executor.runner.checkpoint import tensor_files
+from nano_inference.stages.executor.runner.file_tensors import file_tensors
+from nano_inference.stages.executor.runner.system_memory import HUGE_PAGE
 from nano_inference.text.tokenizer import stop_token_ids_of
 
 from ....byte_tokenizers import byte_tokenizer
@@ -55,6 +58,30 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
     # Not to the bit: weights stay where the file is mapped, and where they begin there decides
     # how a product's sum is cut.
     assert logprobs == pytest.approx(theirs, abs=1e-5)
+
+
+def test_tensors_are_read_into_large_pages(tmp_path: Path) -> None:
+    file = tmp_path / ONE_FILE
+    held = {
+        "large": torch.randn(3, HUGE_PAGE // 4).bfloat16(),
+        "small": torch.randn(2, 3),
+        "number": torch.tensor(0.5),
+        "none": torch.empty(0, 4),
+    }
+    save_file(held, file)
+    found = file_tensors(tensor_files(tmp_path))
+    read = {name: tensor[...] for name, tensor in found.items()}
+    assert read.keys() == held.keys()
+    for name, tensor in held.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+    assert read["large"].data_ptr() % HUGE_PAGE == 0
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(EOFError, match="cut off"):
+        for tensor in found.values():
+            tensor[...]
+    save_file({**held, "counts": torch.arange(3)}, file)
+    assert file_tensors(tensor_files(tmp_path)) == {}  # left to Transformers
 
 
 @pytest.mark.parametrize("in_file", ["embedding", "both", "output"])

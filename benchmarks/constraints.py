@@ -1,7 +1,7 @@
 """Cost of a constraint per decode step, beside the same step without one.
 
     python benchmarks/constraints.py [--seconds 150] [--rows 16] [--threads 1]
-        [--temperature 0] [--folder DIR] [--json FILE]
+        [--temperature 0] [--folder DIR] [--xgrammar PYTHON] [--json FILE]
 
 Workload W2 (16 prompts of 128 tokens, 64 new ones, greedy) on random weights in the shape of
 Qwen2.5-0.5B, bfloat16, with a vocabulary of 151,936 tokens. The executor has the same prompts once
@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,13 @@ import torch
 from cores import BLOCK_SIZE, Lane, blocks_for, new_sequence
 from harness import against, options, percentile, print_table, record, timed
 from random_models import write_model
-from workloads import object_schema
+from workloads import constraint_of, masked_texts, object_schema
 
 from nano_inference.bus.steps import NewSequence
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 from nano_inference.text.grammar import GrammarCompiler
+from nano_inference.text.tokenizer import load_tokenizer
 
 PROMPT, CACHED, STEPS = 128, 112, 64
 SHARED_BLOCKS = CACHED // BLOCK_SIZE
@@ -153,6 +156,46 @@ def compile_times(folder: Path, vocab_size: int) -> dict[str, tuple[float, float
     return times
 
 
+def masks(folder: Path, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """Return milliseconds of CPU time by kind: to compile, and of the mask before each byte of a
+    text."""
+    compiler = GrammarCompiler(folder, vocab_size)
+    compiler.make_ready()
+    tokenizer = load_tokenizer(folder)
+    found = {}
+    for kind, text in masked_texts().items():
+        own = constraint_of(kind, 30, 0)
+        own.pop("gbnf", None)
+        start = time.process_time()
+        matcher = compiler.matcher(Constraint(**own))
+        compiled_ms, masks_ms = (time.process_time() - start) * 1e3, []
+        for byte in text:
+            start = time.process_time()
+            matcher.compute_bitmask()
+            masks_ms.append((time.process_time() - start) * 1e3)
+            assert matcher.consume_tokens(tokenizer.encode(byte)), f"{kind}: {byte!r} of {text!r}"
+        found[kind] = {"compile_ms": compiled_ms, "masks_ms": masks_ms}
+    return found
+
+
+def compare_masks(folder: Path, vocab_size: int, python: str) -> dict[str, Any]:
+    """Print and return the masks of llguidance beside those of another Python's xgrammar."""
+    program = Path(__file__).parent / "engines" / "xgrammar_masks.py"
+    command = [python, str(program), str(folder), str(vocab_size)]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    theirs = json.loads(printed.splitlines()[-1])
+    by_library = {"llguidance": masks(folder, vocab_size), "xgrammar": theirs["kinds"]}
+    rows = {
+        f"{kind}, {library}": {"compile_ms": row["compile_ms"]}
+        | {"median": statistics.median(row["masks_ms"]), "most": max(row["masks_ms"])}
+        for library, kinds in by_library.items()
+        for kind, row in kinds.items()
+    }
+    columns = {"compile": "{compile_ms:.2f}", "mask": "{median:.3f}", "most": "{most:.2f}"}
+    print_table(columns, dict(sorted(rows.items())), "ms of CPU time")
+    return {"xgrammar": theirs["xgrammar"], **by_library}
+
+
 COLUMNS = {
     "p50": "{median:.1f}",
     "p99": "{p99:.1f}",
@@ -195,12 +238,18 @@ def main() -> None:
         temperature=0.0,
         seconds=(150.0, "of measuring"),
         folder=(Path, "the model's folder; the model is written if it is missing"),
+        xgrammar=(str, "a Python with xgrammar: compare masks alone"),
     ).parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "model"
         if not (folder / "config.json").exists():
             write_model(folder, "S")
         vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        if arguments.xgrammar:
+            found = compare_masks(folder, vocab_size, arguments.xgrammar)
+            del arguments.xgrammar, arguments.folder
+            record(arguments, masks=found)
+            return
         times = compile_times(folder, vocab_size)
         lane = ConstraintLane(folder, arguments.rows, arguments.threads, arguments.temperature)
         found = measure(lane, arguments.seconds)

@@ -242,6 +242,7 @@ def main() -> None:
     )
     parser.add_argument("--aiperf", required=True, metavar="PATH", help="aiperf 0.13's program")
     arguments = parser.parse_args()
+    harness.end_on_sigterm()
     folder = harness.model_folder(arguments.folder, arguments.shape)
     if arguments.llama_server and not folder.with_suffix(".gguf").is_file():
         raise SystemExit(f"first run: python benchmarks/engines/make_gguf.py {folder}")

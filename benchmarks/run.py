@@ -17,6 +17,7 @@ left out. Models have random weights, written by this program.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ import jsonschema
 import machine
 from harness import (
     Worker,
+    end_on_sigterm,
     markdown,
     model_folder,
     options,
@@ -92,30 +94,39 @@ class Peer(Worker):
 def measure(
     peers: list[Peer], workloads: list[str], repeat: int, threads: int
 ) -> tuple[Runs, list[dict[str, float]]]:
-    """Return all turns after the warm-up, and the machine's states."""
-    runs: Runs = {}
+    """Return all turns after the warm-up, and the machine's states; on Ctrl-C or SIGTERM those
+    until then."""
+    runs: Runs = {workload: {peer.name: [] for peer in peers} for workload in workloads}
     states: list[dict[str, float]] = []
-    for workload in workloads:
-        runs[workload] = {peer.name: [] for peer in peers}
-        for repetition in range(repeat + 1):
-            machine.note(states, threads)
-            for peer in rotated(peers, repetition):
-                around: list[dict[str, float]] = []
-                before = machine.note(around)
-                times = peer.ask([workload, repetition])
-                after = machine.note(around)
-                if times is None or repetition == 0:  # the first repetition warms up
-                    continue
-                times["state"] = machine.state_around(before, after)
-                constraint = make_requests(WORKLOADS[workload], 1000, repetition)[0].constraint
-                texts = times.pop("texts")
-                if WORKLOADS[workload].whole:
-                    times["valid"] = [is_valid(text, constraint) for text in texts]
-                runs[workload][peer.name].append(times)
-                states += around
-            print(".", end="", file=sys.stderr, flush=True)
-        print(f" {workload}", file=sys.stderr)
+    with contextlib.suppress(KeyboardInterrupt, SystemExit, EOFError):
+        for workload in workloads:
+            for repetition in range(repeat + 1):
+                machine.note(states, threads)
+                for peer in rotated(peers, repetition):
+                    if (times := turn(peer, workload, repetition, states)) and repetition:
+                        runs[workload][peer.name].append(times)
+                print(".", end="", file=sys.stderr, flush=True)
+            print(f" {workload}", file=sys.stderr)
     return runs, states
+
+
+def turn(
+    peer: Peer, workload: str, repetition: int, states: list[dict[str, float]]
+) -> dict[str, Any] | None:
+    """Return the times of a turn, with the machine's state; None if the engine can't."""
+    around: list[dict[str, float]] = []
+    before = machine.note(around)
+    times: dict[str, Any] | None = peer.ask([workload, repetition])
+    after = machine.note(around)
+    if times is None:
+        return None
+    states += around
+    times["state"] = machine.state_around(before, after)
+    texts = times.pop("texts")
+    if WORKLOADS[workload].whole:
+        constraint = make_requests(WORKLOADS[workload], 1000, repetition)[0].constraint
+        times["valid"] = [is_valid(text, constraint) for text in texts]
+    return times
 
 
 def is_valid(text: str, constraint: dict[str, Any]) -> bool:
@@ -264,10 +275,10 @@ def start(arguments: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
 def show_memory(peer: Peer, runs: Runs) -> None:
     """Print the engine's version and working memory; add the latter to `about`."""
     print(f"\n{peer.name}: {peer.about['version']}", end="")
-    if not peer.about["held_bytes"]:
+    peaks = [run["peak_bytes"] for by_engine in runs.values() for run in by_engine[peer.name]]
+    if not peaks or not peer.about["held_bytes"]:
         return
-    peak = max(run["peak_bytes"] for by_engine in runs.values() for run in by_engine[peer.name])
-    working = peak - peer.about["before_bytes"] - peer.about["held_bytes"]
+    working = max(peaks) - peer.about["before_bytes"] - peer.about["held_bytes"]
     print(
         f"; {working / 1e6:.0f} MB at the peak besides weights, KV cache and "
         f"{peer.about['before_bytes'] / 1e6:.0f} MB of imported code",
@@ -292,6 +303,7 @@ def show_machine(states: list[dict[str, float]]) -> None:
 
 def main() -> None:
     arguments = read_options()
+    end_on_sigterm()
     peers, missing = start(arguments)
     started = time.time()
     with ExitStack() as stack:

@@ -131,63 +131,19 @@ def turns_of(names: Sequence[str], workload: str, engine: str) -> list[Any]:
     return [turn for by_engine in found for turn in by_engine.get(engine, ())]
 
 
-CONSTRAINED = ("constraints-S-2-cpu-cores-vllm", "constraints-S-2-cpu-cores-openvino-llamacpp")
-KINDS = ("json", "dates", "words", "choice")
-
-
-def constrained() -> str:
-    """Return decode steps under a constraint over those without, each engine to itself."""
+def masks() -> str:
+    """Return the CPU time of grammars and masks by library."""
+    found = result("masks-xgrammar")["masks"]
     body = []
-    for engine, words in BESIDE_OURS.items():
-        steps = {
-            kind: [statistics.median(turn["steps_s"]) for turn in turns]
-            for kind in ("any", *KINDS)
-            if (turns := turns_of(CONSTRAINED, kind, engine))
-        }
-        if "any" not in steps:
-            continue
-        plain = statistics.median(steps["any"])
-        cells = [
-            f"{statistics.median(steps[kind]) / plain:.2f} x" if kind in steps else ""
-            for kind in KINDS
-        ]
-        body.append([words, short(1e3 * plain), *cells])
-    return markdown(["", "without, ms per step", *KINDS], body)
+    for kind in found["llguidance"]:
+        for library in ("llguidance", "xgrammar"):
+            row = found[library][kind]
+            times = (row["compile_ms"], statistics.median(row["masks_ms"]), max(row["masks_ms"]))
+            body.append([f"{kind}, {library}", *(short(each, 2) for each in times)])
+    return markdown(["ms of CPU time", "compile", "mask, median", "most"], body)
 
 
-def first_constrained() -> str:
-    """Return milliseconds to the first token without a grammar, by a known one and by a new one."""
-    body = []
-    for engine, words in BESIDE_OURS.items():
-        times = [
-            [1e3 * turn["prefill_s"] for turn in turns_of(CONSTRAINED, workload, engine)]
-            for workload in (
-                "any-first",
-                *(f"{kind}-first{new}" for kind in KINDS for new in ("", "-new")),
-            )
-        ]
-        if not all(times):
-            continue
-        plain, *rest = (short(statistics.median(each)) for each in times)
-        body.append([words, plain, *map(", ".join, zip(rest[::2], rest[1::2], strict=True))])
-    return markdown(["ms", "without", *KINDS], body)
-
-
-def valid() -> str:
-    """Return the numbers of valid whole texts."""
-    body = []
-    for engine, words in BESIDE_OURS.items():
-        cells = []
-        for kind in KINDS:
-            turns = turns_of(CONSTRAINED, f"{kind}-whole", engine)
-            texts = [text for turn in turns for text in turn["valid"]]
-            cells.append(f"{sum(texts)} of {len(texts)}" if texts else "")
-        if any(cells):
-            body.append([words, *cells])
-    return markdown(["", *KINDS], body)
-
-
-DRAFTED = ("drafts-K-2-cpu-cores-openvino", "drafts-K-2-cpu-cores-vllm")
+DRAFTED = ("drafts-K-2-cpu-cores-openvino",)
 TEXTS = {
     "edited": "one token in twenty differs from the prompt",
     "edited-4": "the same, 4 sequences",
@@ -256,22 +212,6 @@ def poisson() -> str:
         body.append([rate, " / ".join(ttft), " / ".join(gap), f"{row['tokens_per_s']:.0f}"])
     head = ["requests/s", "TTFT p50 / p99, s", "gap between tokens p50 / p99, ms", "tokens/s"]
     return markdown(head, body)
-
-
-def first_token() -> str:
-    """Return the times of `first_token.py`."""
-    clients = result("first-token-2-cpu-cores")["clients"]
-    most = list(clients)[-1]
-    body = [
-        [
-            way,
-            *(f"{rows[way]['p50_ms']:.1f}" for rows in clients.values()),
-            f"{clients[most][way]['x_bare']:.2f}",
-        ]
-        for way in clients[most]
-    ]
-    heads = [f"{number} client{'s' * (number != '1')}" for number in clients]
-    return markdown(["TTFT, ms", *heads, f"{most} clients, all tokens, over the bare loop"], body)
 
 
 def kserve() -> str:
@@ -680,15 +620,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "run-epyc-busy": partial(
         engines_of, ["run-S-2-cpu-cores-W1-short-one-busy"], ("shared",), OTHERS
     ),
-    "constrained": constrained,
-    "first-constrained": first_constrained,
-    "valid": valid,
+    "masks": masks,
     "drafted": drafted,
     "pipeline": partial(pipeline_of, "pipeline-2-cpu-cores"),
     "pipeline-s": partial(pipeline_of, "pipeline-S-2-cpu-cores"),
     "gateway": gateway,
     "poisson": poisson,
-    "first-token": first_token,
     "kserve": kserve,
     "chaos": partial(chaos_of, "chaos", STREAM_FAULTS),
     "chaos-http": partial(chaos_of, "chaos-http", HTTP_FAULTS),

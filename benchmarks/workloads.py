@@ -213,6 +213,17 @@ def constraint_of(kind: str, size: int, number: int) -> dict[str, Any]:
     return {"choice": texts, "gbnf": "root ::= " + " | ".join(f'"{text}"' for text in texts)}
 
 
+def masked_texts() -> dict[str, str]:
+    """Return the beginning of a text under each constraint of 30 records, dates or words, each byte
+    of which is a token."""
+    return {
+        "json": '[{"id":12,"kind":"order","paid":true,"name0":"abcdefg',
+        "dates": "2026-11-29,",
+        "words": "abcdefgh",
+        "choice": constraint_of("choice", 30, 0)["choice"][0][:3],
+    }
+
+
 def make_requests(workload: Workload, vocab_size: int, seed: int) -> list[Request]:
     """Return the same requests for every engine, and others for every seed, which no cache has."""
     # The workload is part of the seed, so that workloads have no prompts in common.

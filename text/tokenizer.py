@@ -187,8 +187,12 @@ def encode(
     """
     try:
         text.encode()
-        if _is_backend_alone(tokenizer):
-            backend = tokenizer.backend_tokenizer
+        backend, own = tokenizer.backend_tokenizer, tokenizer.split_special_tokens
+        # Settings that the call changes.
+        settled = (
+            not (backend.truncation or backend.padding) and backend.encode_special_tokens == own
+        )
+        if settled and _has_library_call(type(tokenizer)):
             found = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return tuple(found[0].ids)
         # verbose: no warning about lengths, which callers check themselves.
@@ -214,21 +218,9 @@ def encode(
     return tuple(encoded["input_ids"])
 
 
-def _is_backend_alone(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether the library's call adds to the backend's tokens nothing but two thirds of the
-    time: no code of the model's own, and none of the settings that the call changes."""
-    backend = tokenizer.backend_tokenizer
-    kind: Any = type(tokenizer)
-    return (
-        _has_library_call(kind)
-        and backend.truncation is None
-        and backend.padding is None
-        and backend.encode_special_tokens == tokenizer.split_special_tokens
-    )
-
-
 @cache
 def _has_library_call(kind: Any) -> bool:
+    """Return whether the call is Transformers', which takes thrice its backend's time."""
     from transformers import PreTrainedTokenizerFast as Library
 
     return kind.__call__ is Library.__call__ and kind._encode_plus is Library._encode_plus

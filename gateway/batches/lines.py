@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Collection
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -47,7 +47,7 @@ class LineFormat(Protocol):
     """
 
     headers: Headers
-    unwritten: Collection[Unrun]
+    unwritten: tuple[Unrun, ...]
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         """Return a line of the input file."""
@@ -73,7 +73,7 @@ class OpenAILines:
     """OpenAI's: `{"custom_id", "method", "url", "body"}`."""
 
     headers: Headers = ()
-    unwritten: Collection[Unrun] = ("cancelled",)
+    unwritten: tuple[Unrun, ...] = ("cancelled",)
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         found, refused = _decoded(number, text, _OpenAILine, "custom_id, method, url and body")
@@ -116,7 +116,7 @@ class AnthropicLines:
     """Anthropic's: `{"custom_id", "params"}`. All results are in one file."""
 
     headers: Headers = ((b"anthropic-version", b"2023-06-01"),)
-    unwritten: Collection[Unrun] = ()
+    unwritten: tuple[Unrun, ...] = ()
 
     def read(self, state: BatchState, number: int, text: bytes) -> Line:
         found, refused = _decoded(number, text, _AnthropicLine, "custom_id and params")

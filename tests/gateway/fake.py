@@ -64,6 +64,7 @@ class FakeBus:
         self.store = memory_store(BusConfig())
         self.results = FakeResults()
         self.model = ""
+        self.durable = True
 
 
 def _recorder(name: str) -> Callable[..., Awaitable[None]]:

@@ -116,6 +116,22 @@ async def test_each_line_has_one_answer(client: AsyncOpenAI, engine: FakeEngine)
     assert [each.metadata for each in listed.data] == [{"what": "test"}]
 
 
+async def test_lines_on_a_bus_in_memory_are_no_durable_calls(
+    engine: FakeEngine, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.bus.durable = False
+    monkeypatch.setattr(engine.bus.store.calls, "keep", None)  # which a durable call would call
+    app = app_of(engine, config)
+    running = asyncio.create_task(app.batches.run_forever())
+    transport = httpx2.ASGITransport(observed(app))
+    async with httpx2.AsyncClient(transport=transport) as http:
+        own = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http)
+        batch = await ended(own, await begun(own, line(0), line(1)))
+        assert list(await results(own, batch.output_file_id)) == ["c0", "c1"]
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def test_operators_see_batches_and_find_their_lines(engine: FakeEngine, config: Any) -> None:
     """Metrics, the progress of an open batch, and spans; not of lines that are refused."""
     recorded = Recorded()

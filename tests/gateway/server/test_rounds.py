@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import cast
 
 import pytest
 
 from nano_inference.gateway.server import connections as rounds_module
-from nano_inference.gateway.server.connections import MOST_IN_A_ROUND, Rounds
+from nano_inference.gateway.server.connections import MOST_IN_A_ROUND, GatheringTransport, Rounds
 
 
 class Played(Rounds):
@@ -30,6 +31,35 @@ class Played(Rounds):
                 await asyncio.sleep(0)
                 turns += 1
         return turns
+
+
+class Sent:
+    """A transport that notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def close(self) -> None:
+        self.sent.append(b"closed")
+
+
+async def test_what_one_turn_writes_is_sent_together() -> None:
+    sent = Sent()
+    transport = GatheringTransport(cast(asyncio.Transport, sent))
+    transport.write(b"head ")
+    transport.write(b"event")
+    assert not sent.sent
+    await asyncio.sleep(0)
+    assert sent.sent == [b"head event"]
+    transport.write(b"end")
+    transport.close()
+    await asyncio.sleep(0)
+    assert sent.sent[1:] == [b"end", b"closed"]
+    transport.write(bytes(100_000))
+    assert len(sent.sent[-1]) == 100_000, "a large part waits for nothing"
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@
 
 enum {
     BLOCK_BYTES = 512 << 10,  // see block_of
+    MOST_IN_BLOCK = 1024,     // rows, since their products are on the stack
     LONG = 2048,  // inputs of weights that the processor fetches early enough for one or two rows
     IN_ORDER = MOST_ROWS > 3,  // for one or two rows
 };
@@ -286,7 +287,8 @@ static void dense_by_team(const Linear *l, const number *x, long rows, const num
                           void *out) {
     const long k = l->inputs, width = output_width(l);
     const Chunks chunks = chunks_of(l, 16);
-    const long block = block_of(l, rows, BLOCK_BYTES, 66, MOST_ROWS),
+    const long row_bytes = sizeof(number) * k, most = MOST_IN_BLOCK * row_bytes;
+    const long block = block_of(l, rows, BLOCK_BYTES < most ? BLOCK_BYTES : most, 66, MOST_ROWS),
                blocks = (rows + block - 1) / block;
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < blocks * chunks.count; item++) {

@@ -22,6 +22,8 @@ class BatchesConfig(Section, frozen=True, forbid_unknown_fields=True):
         segment_lines: Lines that a gateway takes over, and records, together.
         lease_s: Seconds after which another gateway takes over the lines of a killed one.
         max_in_flight: Lines of this gateway in flight at once; 0 runs no batches here.
+        max_beside: The same while other calls run here. More lines end at once whenever these calls
+            pause, and delay the next one.
     """
 
     SECTION: ClassVar[str] = "batches"
@@ -35,3 +37,4 @@ class BatchesConfig(Section, frozen=True, forbid_unknown_fields=True):
     segment_lines: Annotated[int, Range("from 1 to 100000", 1, 100_000)] = 500
     lease_s: Annotated[int, Range("from 1 to 3600", 1, 3600)] = 15
     max_in_flight: Annotated[int, Range("from 0 to 4096", 0, 4096)] = 384
+    max_beside: Annotated[int, Range("from 1 to 4096", 1, 4096)] = 8

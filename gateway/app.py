@@ -210,6 +210,7 @@ class GatewayApp(Application):
             files,
             config.batches,
             lambda: kserve.readiness.draining,
+            lambda: any(each.submissions.runs_calls for each in services()),
             config.gateway.max_body_bytes,
             ObservedBatches(measures),
         )

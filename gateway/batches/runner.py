@@ -53,6 +53,9 @@ LOOK_S = 1.0
 SEGMENTS = 2
 """Segments of a batch that a gateway has at once: the next one's lines fill the last one's gaps."""
 
+QUIET_S = 3.0
+"""Time without other calls after which all lines may be in flight."""
+
 MOST_BATCHES = 64
 """Batches that a gateway runs at once."""
 
@@ -78,16 +81,14 @@ class _Running:
     Attributes:
         stop: Why its lines run no further; None while they do. "left": other gateways run them.
         away: Whether the bus could not be reached at the last look.
-        scopes: The work of its segments, ended by `stop`.
-        taken: The segments that this gateway computes.
+        taken: The segments that this gateway computes, each with its work.
         changed: Set when a segment has ended, so that another one is taken at once.
     """
 
     state: BatchState
     stop: Unrun | Literal["left"] | None = None
     away: bool = False
-    scopes: set[anyio.CancelScope] = field(default_factory=set)
-    taken: set[int] = field(default_factory=set)
+    taken: dict[int, anyio.CancelScope] = field(default_factory=dict)
     changed: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -110,6 +111,7 @@ class BatchRunner:
         calls: The durable calls, of which each line is one; None on a bus in memory, which no other
             gateway shares.
         stopping: Returns whether the gateway takes no more lines.
+        runs_calls: Returns whether calls run here that are no lines.
         max_line_bytes: Longest line that may be run.
         observed: Spans, metrics and progress.
     """
@@ -120,6 +122,7 @@ class BatchRunner:
     files: Files
     config: BatchesConfig
     stopping: Callable[[], bool]
+    runs_calls: Callable[[], bool]
     max_line_bytes: int
     observed: ObservedBatches
 
@@ -127,7 +130,7 @@ class BatchRunner:
         self._owner = uuid.uuid4().hex
         self._running: dict[str, _Running] = {}
         self._tenants: dict[str, str] = {}
-        self._slots = anyio.Semaphore(max(1, self.config.max_in_flight))
+        self._slots = anyio.CapacityLimiter(max(1, self.config.max_in_flight))
         self._woken = anyio.Event()
 
     def wake(self) -> None:
@@ -140,6 +143,7 @@ class BatchRunner:
             return
         away, purged_s = False, time.monotonic()
         async with anyio.create_task_group() as group:
+            group.start_soon(self._make_room)
             while True:
                 try:
                     if not self.stopping():
@@ -156,6 +160,16 @@ class BatchRunner:
                         get_logger().warning("batches_not_read", error=str(error))
                     away = True
                 await self._pause()
+
+    async def _make_room(self) -> None:
+        """Limit the lines in flight while other calls run, and for a moment after."""
+        most, seen_s = self.config.max_in_flight, float("-inf")
+        while True:
+            if self.runs_calls():
+                seen_s = time.monotonic()
+            beside = time.monotonic() - seen_s < QUIET_S
+            self._slots.total_tokens = min(most, self.config.max_beside) if beside else most
+            await anyio.sleep(QUIET_S / 30)
 
     async def _pause(self) -> None:
         with anyio.move_on_after(LOOK_S):
@@ -237,6 +251,10 @@ class BatchRunner:
             _stop(running, "cancelled")
         elif state.expires_s <= time.time():
             _stop(running, "expired")
+        for number in running.taken.keys() & stored.done.keys():
+            # Its lease had expired, for want of time or of the bus. Another gateway has recorded it
+            # and deleted its calls, so that its lines would begin again.
+            running.taken[number].cancel()
         missing = [number for number in range(state.segments) if number not in stored.done]
         if not missing and not running.taken:
             async with self._whole(state) as own:
@@ -251,7 +269,7 @@ class BatchRunner:
             if len(running.taken) >= SEGMENTS:
                 break
             if number not in running.taken and await self._take(state, number):
-                running.taken.add(number)
+                running.taken[number] = anyio.CancelScope()
                 group.start_soon(self._segment, running, number)
         return True
 
@@ -371,16 +389,15 @@ class BatchRunner:
             segment = _Segment(number, await self._lines(state, number))
             async with anyio.create_task_group() as keeping:
                 keeping.start_soon(self._keep, running, segment)
-                with anyio.CancelScope() as scope:
-                    running.scopes.add(scope)
+                with running.taken[number] as scope:
                     if running.stop:
                         scope.cancel()
                     await self._answer_all(running, segment)
-                running.scopes.discard(scope)
-                if running.stop != "left":
+                left = running.stop == "left" or (scope.cancel_called and not running.stop)
+                if not left:
                     await self._record(running, segment)
                 keeping.cancel_scope.cancel()
-            if running.stop == "left":
+            if left:
                 return
             with suppress(BusError):  # they expire
                 await self._forget(state, segment.answers)
@@ -394,7 +411,7 @@ class BatchRunner:
             get_logger().warning("batch_lines_not_read", batch=state.id, error=str(error))
             await anyio.sleep(LOOK_S)
         finally:
-            running.taken.discard(number)
+            del running.taken[number]
             running.changed.set()
             with (
                 anyio.CancelScope(shield=True),
@@ -509,7 +526,7 @@ class BatchRunner:
 
 def _stop(running: _Running, why: Unrun | Literal["left"]) -> None:
     running.stop = running.stop or why
-    for scope in running.scopes:
+    for scope in running.taken.values():
         scope.cancel()
 
 

@@ -53,6 +53,13 @@ AT_ONCE = 16
 ENDED_EARLY = ErrorInfo(code="aborted", message="the request was aborted")
 """The error of a request that was ended while it waited here."""
 
+# Ended lines of batches that go on in one turn of the event loop. A step may end hundreds, for
+# which the calls of clients would wait.
+_LINES_AT_ONCE = 4
+
+# The end of the name of the share of a tenant's lines.
+_LINES = "\0lines"
+
 # Period of counting lanes while requests wait.
 _COUNT_LANES_S = 10.0
 
@@ -123,6 +130,7 @@ class Submissions:
         config = self.config
         self.length = ModelLength(self.client, config)
         self._capacity = Capacity(config.gateway_places, config.gateway.max_waiting, self.measures)
+        self._line_turns = anyio.Semaphore(_LINES_AT_ONCE)
         self._count_lanes_at = 0.0
         # Several connections may be attached to one.
         self._request_ids: Counter[str] = Counter()
@@ -139,6 +147,11 @@ class Submissions:
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
         return self._capacity.waiting
+
+    @property
+    def runs_calls(self) -> bool:
+        """Whether requests run here that are of no batch."""
+        return not all(share.endswith(_LINES) for share in self._capacity.held)
 
     @property
     def idle(self) -> bool:
@@ -295,7 +308,7 @@ class Submissions:
         completions: dict[int, Completion] = {}
         owned: dict[str, _Owner] = {}
         # The places of a tenant's lines are not those of its other calls, which come first.
-        share = f"{call.tenant}\0lines" if call.batch_line else call.tenant
+        share = f"{call.tenant}{_LINES}" if call.batch_line else call.tenant
 
         async def run(index: int, begun: bool, placed: bool) -> None:
             try:
@@ -468,6 +481,9 @@ class Submissions:
             allowed = self.policy.outputs(call, request, made, before)
             async with aclosing(allowed) as outputs:
                 async for output in outputs:
+                    if call.batch_line:
+                        async with self._line_turns:
+                            await anyio.lowlevel.checkpoint()
                     if log is not None:
                         log.output(request, output)
                     if isinstance(output, Completion):

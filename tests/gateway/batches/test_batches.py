@@ -21,6 +21,7 @@ from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.batches import runner
 from nano_inference.gateway.batches.lines import lines_of
 from nano_inference.gateway.serving.request_ids import mark_of
+from nano_inference.store.batches import SegmentResult
 from nano_inference.telemetry import instruments, names
 
 from ..fake import Client, FakeEngine, app_of, chunk, completion, observed, refused
@@ -292,6 +293,18 @@ async def test_lines_go_on_while_the_bus_is_away(
     assert engine.left == []
 
 
+async def test_a_segment_that_another_gateway_has_recorded_is_left(
+    client: AsyncOpenAI, app: GatewayApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "LOOK_S", 0.05)
+    held(engine)
+    batch_id = await begun(client, *map(line, range(3)))
+    await engine.until(lambda: len(engine.requests) == 3)
+    assert await app.batches.store.finish(batch_id, 0, SegmentResult(completed=3))
+    assert (await ended(client, batch_id)).request_counts.completed == 3
+    assert len(engine.requests) == 3, "no line begins again"
+
+
 async def test_a_draining_gateway_leaves_its_lines_to_others(
     client: AsyncOpenAI,
     app: GatewayApp,
@@ -350,6 +363,64 @@ async def test_lines_take_no_places_of_the_tenants_other_calls(
         await engine.until(lambda: len(engine.requests) == 5)
         engine.go()
     assert (await ended(client, batch_id)).request_counts.completed == 4
+
+
+async def test_few_lines_are_in_flight_while_other_calls_run(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "QUIET_S", 0.05)
+    app = app_of(engine, SETTINGS | {"batches.max_beside": 2})
+    held(engine)
+    async with (
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(observed(app))) as http,
+        anyio.create_task_group() as group,
+    ):
+        client = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http)
+        group.start_soon(partial(client.completions.create, model="tiny", prompt="now"))
+        await engine.until(lambda: len(engine.requests) == 1)
+        batch_id = await begun(client, *map(line, range(9)))
+        group.start_soon(app.batches.run_forever)
+        await engine.until(lambda: len(engine.requests) == 3)
+        await anyio.sleep(0.1)
+        assert len(engine.requests) == 3, "the call and two lines"
+        engine.go()
+        assert (await ended(client, batch_id)).request_counts.completed == 9
+        assert len(engine.requests) == 10
+        group.cancel_scope.cancel()
+
+
+async def test_lines_that_end_at_once_leave_turns_of_the_loop_to_other_calls(
+    engine: FakeEngine,
+) -> None:
+    lines = 100
+    many = {"batches.max_in_flight": lines, "batches.segment_lines": lines}
+    app = app_of(engine, SETTINGS | many | {"gateway.max_in_flight": 4 * lines})
+    usual, answered, most = app.batches.answer, 0, 0
+
+    async def answer(call: Any, body: bytes) -> Any:
+        nonlocal answered
+        found = await usual(call, body)
+        answered += 1
+        return found
+
+    app.batches.answer = answer
+    held(engine)
+    async with (
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(observed(app))) as http,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(app.batches.run_forever)
+        client = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http)
+        batch_id = await begun(client, *map(line, range(lines)))
+        await engine.until(lambda: len(engine.requests) == lines)
+        engine.go()
+        while answered < lines:
+            before = answered
+            await asyncio.sleep(0)
+            most = max(most, answered - before)
+        assert (await ended(client, batch_id)).request_counts.completed == lines
+        group.cancel_scope.cancel()
+    assert most <= 8, "not all of them before another task goes on"
 
 
 async def test_a_long_line_takes_no_more_memory_than_the_longest_that_may_run() -> None:

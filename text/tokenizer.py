@@ -143,7 +143,8 @@ def encode(
         settled = (
             not (backend.truncation or backend.padding) and backend.encode_special_tokens == own
         )
-        if settled and _has_library_call(type(tokenizer)):
+        kind: Any = type(tokenizer)
+        if settled and _has_library_call(kind):
             found = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return tuple(found[0].ids)
         # verbose: no warning about lengths, which callers check themselves.

@@ -293,8 +293,9 @@ def ttft(completion: Completion) -> str:
 
 def total(completion: Completion) -> str:
     """Return the time of a request in milliseconds; "-" if admission has not received it."""
-    start_ns = begin_ns(completion)
-    return milliseconds(completion.timings.finished_ns - start_ns) if start_ns else "-"
+    timings = completion.timings
+    received = timings.received_ns
+    return milliseconds(timings.finished_ns - begin_ns(completion)) if received else "-"
 
 
 def harmless(text: str) -> str:

@@ -39,7 +39,8 @@ from nano_inference.stages.executor.runner.adapters.peft import Adapter
 from nano_inference.stages.executor.runner.weights import transports
 from nano_inference.stages.fairness import stage as _fairness  # noqa: F401
 from nano_inference.stages.streaming import stage as streaming
-from nano_inference.text.tokenizer import find_tokenizer, longest_token_bytes
+from nano_inference.text.longest_token import longest_token_bytes
+from nano_inference.text.tokenizer import find_tokenizer
 
 from . import model
 from .constraints import TriedCompiler

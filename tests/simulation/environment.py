@@ -26,7 +26,6 @@ from anyio._backends import _asyncio as anyio_backend
 from nano_inference.bus.redis import bus as redis_bus
 from nano_inference.config import EngineConfig, clock
 from nano_inference.pipeline import pipeline as pipelines
-from nano_inference.stages.admission import core as admission_core
 from nano_inference.stages.admission import stage as admission
 from nano_inference.stages.admission.parts import constraints as admission_constraints
 
@@ -39,7 +38,7 @@ from nano_inference.stages.executor.runner.adapters.peft import Adapter
 from nano_inference.stages.executor.runner.weights import transports
 from nano_inference.stages.fairness import stage as _fairness  # noqa: F401
 from nano_inference.stages.streaming import stage as streaming
-from nano_inference.text.longest_token import longest_token_bytes
+from nano_inference.text import longest_token
 from nano_inference.text.tokenizer import find_tokenizer
 
 from . import model
@@ -59,7 +58,7 @@ _PACKAGE = "nano_inference."
 _NOTHING = object()
 
 _cached_tokenizer = functools.cache(find_tokenizer)
-_cached_longest = functools.cache(longest_token_bytes)
+_cached_longest = functools.cache(longest_token.longest_token_bytes)
 
 
 class _Time:
@@ -231,7 +230,7 @@ class Environment:
             (peft, "read_adapter", self._adapter_in),
             (changes, "stamp_of_adapter", lambda folder: f"stamp of {folder}"),
             (admission, "find_tokenizer", _cached_tokenizer),
-            (admission_core, "longest_token_bytes", _cached_longest),
+            (longest_token, "longest_token_bytes", _cached_longest),
             (admission_constraints, "GrammarCompiler", TriedCompiler),
             (streaming, "find_tokenizer", _cached_tokenizer),
             (sys.modules[_PACKAGE + "store.redis.client"], "random", jitter),

@@ -384,8 +384,8 @@ MUTANTS = (
     Defect(
         "the last recorded result of a segment counts",
         "store/batches.py",
-        '("HSETNX", key, field, raw)',
-        '("HSET", key, field, raw)',
+        '("HSETNX", key, field, raw),',
+        '("HSET", key, field, raw),',
     ),
     Defect(
         "an aborted line is answered",

@@ -8,7 +8,7 @@ from typing import Literal
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nano_inference.bus.control import Cancel
@@ -278,6 +278,9 @@ ACTIONS = (
 )
 actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
 
+PENDING = ("plan", "retire", "demote")
+"""A block's move into host memory waits for the next plan."""
+
 
 @pytest.mark.soak
 @given(
@@ -289,6 +292,7 @@ actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
     st.sampled_from([(0, 0), (3, 0), (12, 0), (6, 3), (12, 100)]),
     st.sampled_from([1, 1, 2, 3]),
 )
+@example([(1, 0, 1, 1, 0, False)], [*PENDING, "lose plans"], 1, 1, "paged", (6, 3), 1)
 def test_random_traces_conserve_blocks_and_outputs(
     arrivals: list[tuple[int, int, int, int, int, bool]],
     actions: list[str],

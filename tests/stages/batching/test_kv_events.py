@@ -18,7 +18,7 @@ from nano_inference.store.loaded_adapter import LoadedAdapter
 from ...kv_router import PLAIN, Root, Router
 from .events import check_match, log_of, pass_on, with_parts
 from .replica import CACHE_TYPES, CacheType, FakeReplica
-from .test_tiers import CACHES, SIZE, Replica, lost_plan, make_tiers, prompt, replica_of
+from .test_tiers import CACHES, SIZE, Replica, make_tiers, prompt, replica_of
 
 Kind = type[PagedKVCache | RadixKVCache]
 
@@ -147,7 +147,7 @@ def test_blocks_that_a_lost_plan_would_have_stored_are_removed(kind: Kind) -> No
     replica.cache.start(allocation := Allocation(prompt(2)), 4)
     pass_on(replica.cache, replica.router)
     assert media(replica, prompt(1)) == [{"CPU"}] * 3
-    replica.tiers.forget_plans([lost_plan(replica.tiers.take_moves())])
+    replica.tiers.forget_plans(replica.tiers.take_moves())
     replica.cache.release(allocation)
     replica.check()
     assert media(replica, prompt(1)) == [set()] * 3

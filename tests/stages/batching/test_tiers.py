@@ -9,8 +9,7 @@ import pytest
 
 from nano_inference.bus.control import TierCapacity, TiersChanged
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope
-from nano_inference.bus.parts.tiers import TiersPlan
-from nano_inference.bus.steps import KVMove, StepPlan
+from nano_inference.bus.steps import KVMove
 from nano_inference.stages.batching import Allocation, KVCacheManager
 from nano_inference.stages.batching.paged import PagedKVCache
 from nano_inference.stages.batching.parts.kv_events import KVEventLog, KVEvents
@@ -366,8 +365,7 @@ def test_random_lives_never_find_other_kv(
             replica.cache.begin_weight_version(replica.cache.weight_version + 1)
         elif event < 0.96:
             # A plan is lost with what it stores; the executor begins a new epoch.
-            moves = replica.tiers.take_moves()
-            replica.tiers.forget_plans([lost_plan(moves)])
+            replica.tiers.forget_plans(replica.tiers.take_moves())
             replica.executor.reset()
             replica.tiers.changed(TiersChanged(stored=tuple(replica.executor.disk), whole=True))
         replica.apply()
@@ -375,7 +373,3 @@ def test_random_lives_never_find_other_kv(
         asked = CacheScope(tenant=draw.choice(["", "one"]))
         matched += check_match(replica.cache, replica.router, draw.choice(prompts), asked)
     assert matched
-
-
-def lost_plan(moves: tuple[KVMove, ...]) -> StepPlan:
-    return StepPlan(1, (), (), (), (), (), (), (), 0, parts=(TiersPlan(moves),))

@@ -10,7 +10,7 @@ from typing import Any
 
 from .....bus.control import ReplicaCapacity, TierCapacity, TiersChanged
 from .....bus.messages import RemoteBlocks
-from .....bus.parts.tiers import FetchedBlocks, TiersPlan
+from .....bus.parts.tiers import FetchedBlocks, TiersPlan, moves_of
 from .....bus.steps import AUDIT_SEQ_ID, KVMove, NewSequence, StepSummary
 from .....config import EngineConfig
 from ...allocation import NO_NAMES, Allocation, Below
@@ -288,8 +288,10 @@ class Tiers(Part, Below):
         return ()
 
     def lose(self) -> None:
+        lost = [move for sent in self.core.sent for move in moves_of(sent.plan.parts)]
         for each in self._units:
-            each.forget_plans([sent.plan for sent in self.core.sent])
+            each.forget_plans([*lost, *self._offered])
+        self._offered.clear()
         self.audit.clear()
         self._forgets_audit = False
 

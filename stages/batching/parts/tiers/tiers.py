@@ -18,8 +18,7 @@ import xxhash
 from .....bus.control import AuditedBlock, TierCapacity, TiersChanged
 from .....bus.kv_events import DISK, HOST, Medium
 from .....bus.messages import CacheScope, RemoteBlocks
-from .....bus.parts.tiers import moves_of
-from .....bus.steps import KVMove, MoveKind, StepPlan
+from .....bus.steps import KVMove, MoveKind
 from ...allocation import UnitLog
 from .eviction import POLICIES
 
@@ -471,21 +470,21 @@ class KVTiers:
         self._log_lost(HOST)
         self._log_lost(DISK)
 
-    def forget_plans(self, plans: Sequence[StepPlan]) -> None:
-        """Drop what these plans store, and all fetches: the executor has dropped them too."""
+    def forget_plans(self, moves: Iterable[KVMove]) -> None:
+        """Drop what lost moves store, those not taken yet too, and all fetches: the executor has
+        dropped them too."""
         for seq_id in [*self._offers]:
             self.release_offer(seq_id)
-        for plan in plans:
-            for move in moves_of(plan.parts):
-                if (
-                    move.state == self._state
-                    and move.kind in ("store", "offer")
-                    and move.block_id >= 0
-                    and self._slot_of.get(move.name) == move.slot
-                ):
-                    self._host.remove(move.name)
-                    self._free_slots.append(self._slot_of.pop(move.name))
-                    self._log_removed(HOST, move.name)
+        for move in (*moves, *self._moves):
+            if (
+                move.state == self._state
+                and move.kind in ("store", "offer")
+                and move.block_id >= 0
+                and self._slot_of.get(move.name) == move.slot
+            ):
+                self._host.remove(move.name)
+                self._free_slots.append(self._slot_of.pop(move.name))
+                self._log_removed(HOST, move.name)
         self._free_slots += self._fetching.values()
         self._flushed -= self._fetching.keys()
         self._fetching.clear()

@@ -119,8 +119,7 @@ def against(times: Sequence[float] | None, ours: float) -> str:
 
 AMX = ("run-S-2-amx-cores-W1-short", "run-S-2-amx-cores-W2-W3", "run-S-2-amx-cores-W5")
 VECTORS = ("run-S-2-amx-cores-by-vectors-W1-short", "run-S-2-amx-cores-by-vectors-W2-W3")
-PEERS_RUN = "run-S-2-cpu-cores-peers"
-PEERS_RUNS = (PEERS_RUN,)
+PEERS_RUNS = ("run-S-2-cpu-cores-peers", "run-S-2-cpu-cores-peers-again")
 ALL = tuple(BESIDE_OURS)[1:]
 EPYC = ("run-S-2-cpu-cores-W1-short", "run-S-2-cpu-cores-W2-W3")
 
@@ -454,13 +453,13 @@ def rank_memory(name: str) -> str:
 # --- README.md, docs/comparison.md ----------------------------------------------------------------
 
 
-def medians(name: str, figure: str, peers: Sequence[str]) -> list[str]:
-    """Return our median of a figure of `run.py` between cores that are far, and each peer's; ""
-    without a turn."""
-    by_engine = result(name)["figures"]["far"][figure]
+def medians(figure: str) -> list[str]:
+    """Return our median of a figure of `run.py` between near cores, and each peer's; "" without a
+    turn."""
+    by_engine = merged(PEERS_RUNS, "near")[figure]
     return [
         short(statistics.median(by_engine[engine])) if engine in by_engine else ""
-        for engine in ("ours", *peers)
+        for engine in ("ours", *ALL)
     ]
 
 
@@ -487,8 +486,8 @@ def measured_rows() -> list[list[str]]:
     variants = result("pipeline-2-cpu-cores")["variants"]
     streamed = variants["Redis, five processes, chunks"]
     padded = variants["Transformers, padded batch"]
-    one = medians(PEERS_RUN, "W1-short decode step, ms", ALL)
-    sixteen = medians(PEERS_RUN, "W2 decode step, ms", ALL)
+    one = medians("W1-short decode step, ms")
+    sixteen = medians("W2 decode step, ms")
     steps = result("recurrent-Q-2-cpu-cores")["figures"]["W1-short decode step, ms"]
     hybrid = {engine: statistics.median(times) for engine, times in steps.items()}
     over_http = {

@@ -77,10 +77,12 @@ class Marks:
             self._decode.append(time.perf_counter())
 
     def times(self, outputs: list[list[int]]) -> Times:
+        # A step makes at least a token, so that earlier steps are the prompts'.
+        decode = self._decode[-max(map(len, outputs)) :]
         return Times(
-            total_s=self._decode[-1] - self._start,
-            prefill_s=self._decode[0] - self._start,
-            steps_s=rest_of(self._decode),
+            total_s=decode[-1] - self._start,
+            prefill_s=decode[0] - self._start,
+            steps_s=rest_of(decode),
             outputs=outputs,
         )
 

@@ -3,6 +3,7 @@
     python benchmarks/batches.py --part kills [--lines 5000] [--kills 20] [--apart 12] [--json FILE]
     python benchmarks/batches.py --part beside [--seconds 20] [--clients 4] [--in-flight 384]
     python benchmarks/batches.py --part throughput [--lines 1000] [--tokens 32] [--turns 3]
+        [--model FOLDER]
     python benchmarks/batches.py --part large [--lines 1000000] [--seconds 20]
 
 `kills`: a lane of five processes and two gateways over a Redis server with an append-only file.
@@ -66,11 +67,11 @@ PROMPTS = 97
 LOOK_S = 0.2
 
 
-def lines_of(count: int, tokens: int) -> list[str]:
+def lines_of(count: int, tokens: int, model: str = "tiny") -> list[str]:
     """Return the lines of a batch."""
     sampling = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     bodies = [
-        {"model": "tiny", "prompt": f"{n % PROMPTS} + 25 =", "seed": n, **sampling}
+        {"model": model, "prompt": f"{n % PROMPTS} + 25 =", "seed": n, **sampling}
         for n in range(count)
     ]
     return [
@@ -423,29 +424,31 @@ async def talk(
 # --- throughput -----------------------------------------------------------------------------------
 
 
-async def throughput(folder: Path, turns: int, lines: int, tokens: int) -> dict[str, Any]:
+async def throughput(
+    folder: Path, turns: int, lines: int, tokens: int, model: Path | None
+) -> dict[str, Any]:
     """Return the seconds of a batch on `serve`, and of `generate` on its prompts."""
     from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
-    bodies = [json.loads(each)["body"] for each in lines_of(lines, tokens)]
+    calls = lines_of(lines, tokens, model.name if model else "tiny")
+    bodies = [json.loads(each)["body"] for each in calls]
     prompts = [each["prompt"] for each in bodies]
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     seconds: dict[str, list[float]] = {"generate": [], "batch": []}
     port = free_port()
-    settings = {"engine.dtype": "bfloat16"}
-    arguments = [f"{name}={value}" for name, value in settings.items()]
-    pairs = [part for each in arguments for part in ("--set", each)]
+    config = {"dtype": "bfloat16"} | ({"model_path": str(model)} if model else {})
+    pairs = [part for name in config for part in ("--set", f"engine.{name}={config[name]}")]
     serve = start_command(["serve", "--port", str(port), *pairs], folder / "serve.log")
     try:
         url = f"http://127.0.0.1:{port}"
         await asyncio.to_thread(wait_until_answered, f"{url}/health_generate", serve)
         async with httpx.AsyncClient(timeout=120) as http:
-            with InferenceEngine(EngineConfig(dtype="bfloat16")) as engine:
+            with InferenceEngine(EngineConfig(**config)) as engine:
                 engine.generate(prompts[:64], sampling)
                 for _ in range(turns):
                     batch = Batch(http, [url])
                     started = time.perf_counter()
-                    await batch.begin(lines_of(lines, tokens))
+                    await batch.begin(calls)
                     found = await batch.ended(0.1)
                     seconds["batch"].append(time.perf_counter() - started)
                     assert found["request_counts"]["completed"] == lines, found
@@ -540,6 +543,7 @@ def main() -> int:
         seconds=20.0,
         clients=4,
         in_flight=384,
+        model=(Path, "a model's folder, in place of the bundled model"),
     ).parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
@@ -563,9 +567,8 @@ def main() -> int:
             print_table(columns | {"Redis, MiB": "{redis_mb:.0f}", "lines": "{lines}"}, found)
             status = 0
         else:
-            found = asyncio.run(
-                throughput(folder, arguments.turns, arguments.lines, arguments.tokens)
-            )
+            how = (arguments.turns, arguments.lines, arguments.tokens, arguments.model)
+            found = asyncio.run(throughput(folder, *how))
             print(json.dumps(found, indent=1))
             status = 0
     record(arguments, load=load, load_at_end=os.getloadavg()[0], result=found)

@@ -200,6 +200,19 @@ def gateway() -> str:
     return markdown(["time over `Pipeline.submit`", *shapes], body)
 
 
+def first_token() -> str:
+    """Return the times of `first_token.py`, with what they have more than the bare loop."""
+    clients = result("first-token-2-cpu-cores")["clients"]
+    *_, most = clients.values()
+    body = []
+    for way, of_most in most.items():
+        times = [rows[way] for rows in clients.values()]
+        cells = [f"{each['p50_ms']:.1f} (+{each['more_ms']:.1f})" for each in times]
+        body.append([way, *cells, f"{of_most['x_bare']:.2f}"])
+    heads = [f"{number} client{'s' * (number != '1')}, ms" for number in clients]
+    return markdown(["first token after", *heads, "x bare, with the most"], body)
+
+
 def poisson() -> str:
     measured = result("poisson-S-2-cpu-cores")["rows"]
     servers = ("nano-inference", "llama-server", "vLLM", "transformers serve")
@@ -607,6 +620,7 @@ def quantized_grpo() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "run-peers": partial(engines_of, PEERS_RUNS, ("far", "near"), ALL),
+    "first-token": first_token,
     "run-amx": partial(engines_of, AMX, ("near",), OTHERS),
     "run-transformers": partial(
         engines_of,

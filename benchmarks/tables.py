@@ -119,7 +119,9 @@ def against(times: Sequence[float] | None, ours: float) -> str:
 
 AMX = ("run-S-2-amx-cores-W1-short", "run-S-2-amx-cores-W2-W3", "run-S-2-amx-cores-W5")
 VECTORS = ("run-S-2-amx-cores-by-vectors-W1-short", "run-S-2-amx-cores-by-vectors-W2-W3")
-PEERS_RUNS = ("run-S-2-cpu-cores-peers", "run-S-2-cpu-cores-peers-again")
+PEERS_RUNS = tuple(
+    f"run-S-2-cpu-cores-peers{part}" for part in ("", "-again", "-long", "-long-again")
+)
 ALL = tuple(BESIDE_OURS)[1:]
 EPYC = ("run-S-2-cpu-cores-W1-short", "run-S-2-cpu-cores-W2-W3")
 

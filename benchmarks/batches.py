@@ -307,28 +307,12 @@ async def kills(
         await asyncio.sleep(2.0)  # metrics of the last steps
         for each in watching:
             each.cancel()
-    ids = Counter(each["custom_id"] for each in answers)
-    texts: dict[int, set[str]] = {}
-    delivered = Counter[str]()
-    for each in answers:
-        if (each["response"] or {}).get("status_code") == 200:
-            body = each["response"]["body"]
-            prompt = int(each["custom_id"][1:]) % PROMPTS
-            texts.setdefault(prompt, set()).add(body["choices"][0]["text"])
-            delivered.update(
-                {name: body["usage"][f"{name}_tokens"] for name in ("prompt", "completion")}
-            )
-    errors = [each for each in answers if (each["response"] or {}).get("status_code") != 200]
     computed = metrics.sums
+    counts, delivered = judged(answers, lines)
     return {
         "status": found["status"],
         "lines": lines,
-        "answers": len(answers),
-        "lost": lines - len(ids),
-        "twice": sum(count > 1 for count in ids.values()),
-        "errors": len(errors),
-        "first_errors": errors[:3],
-        "different": sum(len(each) > 1 for each in texts.values()),
+        **counts,
         "killed": dict(killed),
         "spared": number - killed.total(),
         "published": added,
@@ -340,6 +324,31 @@ async def kills(
         "seconds": seconds,
         "up_survived": survived,
     }
+
+
+def judged(answers: list[dict[str, Any]], lines: int) -> tuple[dict[str, Any], Counter[str]]:
+    """Return the numbers of a batch's answers and of what is wrong with them, and their tokens."""
+    ids = Counter(each["custom_id"] for each in answers)
+    texts: dict[int, set[str]] = {}
+    delivered, errors = Counter[str](), []
+    for each in answers:
+        if (each["response"] or {}).get("status_code") != 200:
+            errors.append(each)
+            continue
+        body = each["response"]["body"]
+        prompt = int(each["custom_id"][1:]) % PROMPTS
+        texts.setdefault(prompt, set()).add(body["choices"][0]["text"])
+        usage = body["usage"]
+        delivered.update({name: usage[f"{name}_tokens"] for name in ("prompt", "completion")})
+    counts = {
+        "answers": len(answers),
+        "lost": lines - len(ids),
+        "twice": sum(count > 1 for count in ids.values()),
+        "errors": len(errors),
+        "first_errors": errors[:3],
+        "different": sum(len(each) > 1 for each in texts.values()),
+    }
+    return counts, delivered
 
 
 async def entries(plain: Any) -> int:

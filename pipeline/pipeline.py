@@ -26,6 +26,7 @@ from ..stages.actor import Actor, StageContext
 from ..store.board import Restarts, StageReport, StageState
 from ..store.process_state import ProcessUse, identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing
+from ..text.read_ahead import read_ahead
 from .client import BusClient
 from .scoring import Request, Submitter
 from .supervisor import actor_class, supervise
@@ -381,6 +382,9 @@ class Pipeline(Submitter):
             replica=replica,
             called=self._called.wait,
         )
+
+        if stage == "executor":
+            read_ahead(self.config.engine)
 
         def make() -> Actor:
             self._actors[role] = actor_class(stage)(context)

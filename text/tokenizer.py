@@ -16,6 +16,7 @@ from ..config.errors import ParameterError
 from .grammar_tokenizer import is_special
 from .model_folder import folder_of, read_json
 from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary
+from .transformers_models import import_models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,6 +51,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """
     # Imported here because it takes seconds and imports torch, which clients and tests of the cores
     # don't need.
+    import_models()
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = folder_of(folder)

@@ -291,7 +291,7 @@ class LinkReader:
     ) -> None:
         self._server = server
         self._block_s = CHECK_CLUSTER_S if server.is_cluster else READ_BLOCK_S
-        self._redis = server.client(1, self._block_s, self._connected)
+        self._redis = server.client(self._block_s, self._connected)
         self._links = {keys.link(link.name): link for link in links}
         self._inbox = inbox
         self._seen = seen

@@ -17,6 +17,9 @@ from redis._parsers.base import BaseParser
 from redis.asyncio import Connection, Redis
 from redis.connection import HiredisRespSerializer
 
+AT_ONCE = 4
+"""Writes without a reply, from which on those in one turn of the loop are sent together."""
+
 _INCOMPLETE = object()
 
 
@@ -71,14 +74,13 @@ class _Line(asyncio.Protocol):
         """
         packed = [part for each in commands for part in _serializer.pack(*each)]
         batch = _Batch(len(packed), self._loop)
-        is_idle = not self._waiting
-        self._waiting.append(batch)
+        is_first = not self._unwritten
         self._unwritten += packed
-        if is_idle:
+        if is_first and len(self._waiting) < AT_ONCE:
             self._flush()
-        elif len(self._unwritten) == len(packed):
-            # With the commands of others in this turn of the loop.
+        elif is_first:
             self._loop.call_soon(self._flush)
+        self._waiting.append(batch)
         if self._check is None:
             self._check = self._loop.call_later(self._timeout_s, self._check_age)
         return batch.replied
@@ -161,10 +163,10 @@ class MultiplexedRedis(Redis):
         """
         if not commands:
             return []
-        line = self._line
-        if line is None or not line.is_open:
-            line = await self._open()
-        replies = await line.write(commands)
+        replied = self.begin(commands)
+        if replied is None:
+            replied = (await self._open()).write(commands)
+        replies = await replied
         callbacks: Any = self.response_callbacks
         for place, command in enumerate(commands):
             reply = replies[place]
@@ -174,6 +176,14 @@ class MultiplexedRedis(Redis):
             if callback is not None and not isinstance(reply, Exception):
                 replies[place] = callback(reply, **options_of(command))
         return replies
+
+    def begin(self, commands: Sequence[Sequence[Any]]) -> asyncio.Future[list[Any]] | None:
+        """Write commands at once; return what gets their raw replies, or raises as `execute_all`.
+
+        None without a connection: nothing is written.
+        """
+        line = self._line
+        return line.write(commands) if line is not None and line.is_open else None
 
     async def _open(self) -> _Line:
         """Connect; concurrent callers share the attempt."""

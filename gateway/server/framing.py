@@ -40,9 +40,9 @@ class StrictProtocol(HttpToolsProtocol):
         # Of the message that is arriving: bytes of its body, and all others.
         self._body_bytes = self._other_bytes = 0
         self._has_ended = False
-        # Bytes behind a request that is being answered; whether they are none of HTTP.
+        # Bytes behind a request that is being answered, and why those behind it are not HTTP.
         self._held = b""
-        self._is_broken = False
+        self._why = ""
 
     def refuse(self, why: str) -> None:
         """Refuse what has come, and close the connection."""
@@ -60,7 +60,7 @@ class StrictProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if self._is_broken:
+        if self._why:
             return
         if self.is_answering and self.reading != "body":
             self._held += data
@@ -70,7 +70,11 @@ class StrictProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._held and not self.is_answering and not self.transport.is_closing():
+        if self.is_answering or self.transport.is_closing():
+            return
+        if self._why:
+            self.refuse(self._why)
+        elif self._held:
             held, self._held = self._held, b""
             self._feed(held)
 
@@ -88,8 +92,8 @@ class StrictProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
-            elif rest := data[upgrade.args[0] :]:
-                self._feed(rest)
+            else:
+                self._feed(self._without_upgrade() + data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
             self._fail(str(error.__context__ or error))
@@ -101,18 +105,21 @@ class StrictProtocol(HttpToolsProtocol):
         if self._other_bytes > MAX_HEAD_BYTES + _CHUNK_BYTES * self._body_bytes:
             self._fail(f"the {self.reading or 'head'} is too large")
 
+    def _without_upgrade(self) -> bytes:
+        """Return the head that has come without its offer of another protocol, for a new parser:
+        this one takes the body behind it for that protocol's."""
+        self.parser = httptools.HttpRequestParser(self)
+        line = b"%s %s HTTP/1.1" % (self.scope["method"].encode(), self.url)
+        kept = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+        return b"\r\n".join([line, *kept, b"", b""])
+
     def _fail(self, why: str) -> None:
-        """Refuse a request, after those before it have been answered."""
-        self._is_broken = True
-        its_own = self.reading == "body"
-        if not self.is_answering or (its_own and self.running is self.cycle):
+        """Refuse what comes, after the requests before it have been answered."""
+        self._why, is_begun = why, self.reading == "body"
+        if not self.is_answering or (is_begun and self.running is self.cycle):
             self.refuse(why)
-            return
-        if its_own:
+        elif is_begun:
             self.pipeline.popleft()
-        last = self.pipeline[0][0] if self.pipeline else self.running
-        if last is not None:
-            last.keep_alive = False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.running = cycle
@@ -132,6 +139,8 @@ class StrictProtocol(HttpToolsProtocol):
         version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
         if version not in ("1.0", "1.1"):
             raise NotHttp("this is another version of HTTP")
+        if self.parser.get_method() == b"CONNECT":
+            raise NotHttp("this is no proxy")
         codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (version == "1.0" or codings != [b"chunked"]):
             raise NotHttp("the body has a Transfer-Encoding other than chunks, in HTTP/1.1")
@@ -143,6 +152,10 @@ class StrictProtocol(HttpToolsProtocol):
             MAX_HEAD_BYTES
         ):
             raise NotHttp("the head is too large")
+        if self.parser.should_upgrade():
+            self.scope["method"] = self.parser.get_method().decode()
+            if not self._should_upgrade():
+                return
         self.reading = "body"
         super().on_headers_complete()
 
@@ -151,5 +164,7 @@ class StrictProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.reading == "head":  # an offer that is not taken
+            return
         self.reading, self._has_ended = "", True
         super().on_message_complete()

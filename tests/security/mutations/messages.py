@@ -189,7 +189,7 @@ def targets(rng: random.Random, interfaces: Interfaces) -> Case:
         wanted = Wanted(NOT_ALLOWED if there else NOT_FOUND, shape)
         if target.startswith(b"http:"):
             wanted = taken(interface)
-        elif not target.startswith(b"/") or b"#" in target:
+        elif not target.startswith((b"/", b"*")) or b"#" in target:
             wanted = NOT_HTTP
         return Case("target", interface.path, (raw,), (wanted,), closed=wanted is NOT_HTTP)
     queries = (b"a=1&" * 10_000, b"%00", b"?" * 99, b"&&=&", b"%ff%fe=%", b"prompt=b&stream=true")
@@ -236,10 +236,10 @@ def named(rng: random.Random, interfaces: Interfaces) -> Case:
     limits = ("max", "num_predict")
     generates = any(each in str(interface.body) for each in limits) and interface in INTERFACES
     heard = {
-        b"X-Tenant": generates,
+        b"X-Tenant": generates or interface.path == "/v1/messages/count_tokens",
         b"X-Budget-Ms": generates,
         b"Anthropic-Version": interface.shape == "anthropic",
-        b"Idempotency-Key": interface in KEYED,
+        b"Idempotency-Key": generates,
     }
     if not heard.get(name, True):
         code = ""
@@ -272,7 +272,7 @@ STREAM_CALLS: tuple[tuple[bytes, bytes, str, int], ...] = (
     (b"POST", b"/v1/responses/" + b"x" * 9000 + b"/cancel", "unknown_response", 404),
     (b"GET", b"/v1/models/other", "model_not_found", 404),
     (b"GET", b"/v1/models/%00/../tiny", "model_not_found", 404),
-    (b"POST", b"/v1/embeddings", "unsupported", 400),
+    (b"POST", b"/v1/embeddings", "empty_prompt", 400),
     (b"POST", b"/abort_request", "invalid_request", 400),
     (b"GET", b"/v1/messages/batches", "not_found", 404),
     (b"POST", b"/v1/messages/%00", "not_found", 404),

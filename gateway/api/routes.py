@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, wraps
+from functools import cached_property
 from operator import itemgetter
 from typing import Literal
 
 from starlette.convertors import PathConvertor, register_url_convertor
-from starlette.requests import Request
 from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -42,15 +41,16 @@ class PolicyRoute(Route):
         """`route`: its methods and its path, such as "GET /v1/models" or "POST,PUT /generate"."""
         methods, _, path = route.partition(" ")
 
-        @wraps(endpoint)
-        async def checked(request: Request) -> Response:
-            call = call_of(request.scope, request.receive)
-            call.params = request.path_params
-            return await self.answer(call, request.app.chain, request.app.unknown_fields)
-
-        super().__init__(path, checked, methods=methods.split(","))
+        super().__init__(path, endpoint, methods=methods.split(","))
+        self.app = self._respond
         self.needed = needed
         self._answer = endpoint
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, app = call_of(scope, receive), scope["app"]
+        call.params = scope["path_params"]
+        response = await self.answer(call, app.chain, app.unknown_fields)
+        await response(scope, receive, send)
 
     async def answer(
         self, call: Call, chain: PolicyChain, unknown_fields: Literal["refuse", "ignore"]

@@ -104,8 +104,10 @@ def in_time(call: Call, before: str = "all of it could run", grace_s: float = 0)
     Raises:
         TooLate: It was cancelled.
     """
-    left_ns = call.left_ns
-    with anyio.move_on_after(None if left_ns is None else max(0, left_ns) / 1e9 + grace_s) as scope:
+    if (left_ns := call.left_ns) is None:
+        yield
+        return
+    with anyio.move_on_after(max(0, left_ns) / 1e9 + grace_s) as scope:
         yield
     if scope.cancelled_caught:
         raise TooLate(call, before)

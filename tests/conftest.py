@@ -205,8 +205,8 @@ def pytest_terminal_summary(
 
 @pytest.fixture
 def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
-    """As pytest's, for the tests that use it. Its plugin, which is off, visits each of our libraries'
-    thousands of loggers six times in every test."""
+    """Pytest's, for the tests that use it. Its plugin, which is off, visits thousands of loggers
+    of the libraries six times in every test."""
     with catching_logs(LogCaptureHandler()) as handler:
         request.node.stash[caplog_handler_key] = handler
         fixture = pytest.LogCaptureFixture(request.node, _ispytest=True)

@@ -180,7 +180,7 @@ def pytest_collection_finish() -> None:
     for the little garbage in them takes most of a second. Tests make little cyclic garbage: at
     Python's own thresholds the collector takes a sixth of their time."""
     gc.freeze()
-    gc.set_threshold(2_000, 10, 1_000)
+    gc.set_threshold(2_000, 10, 200)
     gc.enable()
 
 

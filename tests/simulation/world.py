@@ -459,7 +459,6 @@ class World:
         configured = structlog.is_configured()
         config = structlog.get_config()
         collects, unraisable = gc.isenabled(), sys.unraisablehook
-        frozen = gc.get_freeze_count() > 0
         level = 10 if self.lines is not None else 30
         structlog.configure(
             processors=[self._log],
@@ -478,8 +477,7 @@ class World:
             with warnings.catch_warnings(action="ignore"):
                 self._bury()
                 gc.collect()
-            if not frozen:
-                gc.unfreeze()
+            gc.unfreeze()
             sys.unraisablehook = unraisable
             if collects:
                 gc.enable()

@@ -120,9 +120,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no {name}; use {own} (docs/python.md)")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .config.imports import without_collection
+    from .config.collector import collector_paused
 
-    with without_collection():
+    with collector_paused():
         return getattr(importlib.import_module(_HOME[name], __name__), name)
 
 

@@ -23,7 +23,7 @@ import torch
 from harness import options, print_table, record
 from workloads import Request, Workload
 
-from nano_inference import GenerateRequest, InferenceEngine, SamplingParams
+from nano_inference import GenerateRequest, SamplingParams
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
@@ -41,23 +41,10 @@ from nano_inference.stages.executor.driver.step import LaunchedStep
 from nano_inference.stages.executor.runner.fast_modules.calls import join_weights
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
-from nano_inference.stages.streaming.deliveries import EndedRequest
 from nano_inference.text.tokenizer import load_tokenizer
 
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 16
-
-
-class TimedEngine(InferenceEngine):
-    """An engine that keeps its completions, whose timings its methods don't return."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.completions: dict[str, Completion] = {}
-
-    def _finished(self, ended: EndedRequest) -> Any:
-        self.completions[ended.completion.request_id] = ended.completion
-        return super()._finished(ended)
 
 
 class Followed(NamedTuple):

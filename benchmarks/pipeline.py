@@ -32,10 +32,11 @@ from typing import Any, NamedTuple
 import harness
 import torch
 from chaos_rig import running_deployment
-from cores import Followed, TimedEngine, follow
+from cores import Followed, follow
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from timed_engine import TimedEngine
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nano_inference import SamplingParams

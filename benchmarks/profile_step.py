@@ -27,8 +27,8 @@ from typing import Any
 
 import machine
 import torch
-from cores import TimedEngine
 from harness import model_folder, options, print_table, record, refuse_unknown
+from timed_engine import TimedEngine
 from workloads import SHAPES, WORKLOADS, Request, Workload, make_requests
 
 from nano_inference import EngineConfig, SamplingParams

@@ -24,7 +24,7 @@ import msgspec
 from setproctitle import getproctitle, setproctitle
 
 from ..config import EngineConfig
-from ..config.imports import without_collection
+from ..config.collector import collector_paused
 from ..pipeline.supervisor import actor_class
 from .children import GO, MOST_BYTES, READY
 from .terminal import PROGRAM
@@ -47,7 +47,7 @@ def main() -> None:
     os.environ.update(_FOR_IMPORTS)
     getproctitle()  # reads the environment the first time
     engine = msgspec.json.decode(connection.recv(MOST_BYTES), type=EngineConfig | None)
-    with without_collection():
+    with collector_paused():
         import_stages(sys.argv[2:-1])
     if engine is not None:
         from ..stages.executor.runner.preloaded import preload

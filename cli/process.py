@@ -20,6 +20,7 @@ import anyio
 
 from ..config.logger import get_logger
 from ..pipeline.pipeline import Pipeline
+from ..text.transformers_models import import_models
 
 DRAIN = b"drain\n"
 """Sent by `up` to a child's standard input when the whole pipeline is to stop."""
@@ -214,6 +215,7 @@ def forbid_torch() -> None:
 
 def import_tokenizers() -> None:
     """Import Transformers' tokenizers, which takes seconds of CPU time, before the first call."""
+    import_models()
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 

@@ -9,9 +9,7 @@ from os import PathLike
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from ..bus.control import (
     Cancel,
@@ -45,7 +43,7 @@ from ..config.collector import collector_paused
 from ..config.forks import is_forked
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.core import ExecutorCore
+from ..stages.executor.read_ahead import read_ahead
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
@@ -73,6 +71,9 @@ from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample, completi
 from .sessions import check_action
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..stages.executor.core import ExecutorCore
     from .chat_renderer import ChatPrompt
     from .engine_reference import EngineReference
     from .replay import Replay
@@ -127,6 +128,11 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts, OtherNames):
             self._reference = EngineReference(InferenceEngine(reference or reference_settings(own)))
             own = replace(own, reference_model_path="")
         folder = self.config.model_folder
+        read_ahead(self.config)
+        import torch
+
+        from ..stages.executor.core import ExecutorCore
+
         if own.cpu_threads:
             torch.set_num_threads(own.cpu_threads)
         with ThreadPoolExecutor(1) as beside:
@@ -247,6 +253,8 @@ class InferenceEngine(EngineForks, EngineWeights, ModelParts, OtherNames):
             RequestError: A prompt or parameter is refused; nothing was computed.
             WeightsError: Memory is released.
         """
+        import torch
+
         params = EmbedParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
         requests = [
             make_request(prompt, embed=params, adapter=adapter) for prompt in check_prompts(prompts)

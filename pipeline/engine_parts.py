@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor
-
 from ..bus.control import AdapterReady, LoadAdapter
 from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, SamplingParams, shown
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.core import ExecutorCore
 from ..store.loaded_adapter import LoadedAdapter
 from .engine_calls import one_at_a_time
 from .engine_requests import check_prompts, params_of_targets
 from .rollouts import TrainingSample
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..bus.targets import Logprobs
+    from ..stages.executor.core import ExecutorCore
 
 
 @one_at_a_time

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..bus.steps import StepPlan
 from ..config.clock import now_ns
 from ..stages.batching import BatchingCore
-from ..stages.executor.core import ExecutorCore
 from ..stages.tier_log import log_differences
 
 if TYPE_CHECKING:
     from ..stages.batching.parts.tiers.part import Tiers
+    from ..stages.executor.core import ExecutorCore
     from ..stages.executor.runner.tiers.tiers import BlockTiers
 
 _FETCH_WAIT_S = 1.0

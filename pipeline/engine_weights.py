@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from ..bus.control import MEMORY_TAGS, JoinWeightsGroup, MemoryTag, UpdateWeights, WeightsReady
 from ..bus.weights import GroupWeights, InFlight, LocalWeights, WeightsSource, source_of
@@ -14,12 +12,16 @@ from ..config import WeightsError
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.core import ExecutorCore
-from ..stages.executor.parts.memory import MemoryRelease
-from ..stages.executor.parts.weights import WeightChanges
-from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
 from .engine_calls import one_at_a_time
 from .engine_requests import Finished
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..stages.executor.core import ExecutorCore
+    from ..stages.executor.parts.memory import MemoryRelease
+    from ..stages.executor.parts.weights import WeightChanges
+    from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
 
 
 @one_at_a_time
@@ -182,6 +184,8 @@ class EngineWeights(ABC):
 
     @property
     def _changes(self) -> WeightChanges:
+        from ..stages.executor.parts.weights import WeightChanges
+
         return self._executor.part(WeightChanges)
 
     @property
@@ -190,6 +194,8 @@ class EngineWeights(ABC):
 
     @property
     def _memory(self) -> MemoryRelease:
+        from ..stages.executor.parts.memory import MemoryRelease
+
         return self._executor.part(MemoryRelease)
 
     def _check_none_waits(self) -> None:

@@ -23,6 +23,7 @@ from ..config.errors import leaves_of
 from ..config.forks import check_not_forked
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
+from ..stages.executor.read_ahead import read_ahead
 from ..store.board import Restarts, StageReport, StageState
 from ..store.process_state import ProcessUse, identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing
@@ -381,6 +382,9 @@ class Pipeline(Submitter):
             replica=replica,
             called=self._called.wait,
         )
+
+        if stage == "executor":
+            read_ahead(self.config.engine)
 
         def make() -> Actor:
             self._actors[role] = actor_class(stage)(context)

@@ -19,7 +19,7 @@ from ..config import (
     PipelineConfig,
     cut,
 )
-from ..config.imports import without_collection
+from ..config.collector import collector_paused
 from ..config.logger import get_logger
 from ..stages.actor import Actor
 
@@ -35,7 +35,7 @@ class StageFailed(NanoInferenceError):
 
 def actor_class(stage: str) -> type[Actor]:
     """Return the class of a stage. Only a process that runs the executor imports its kernels."""
-    with without_collection():
+    with collector_paused():
         module = import_module(f"..stages.{stage}.stage", __package__)
     return cast(type[Actor], getattr(module, f"{stage.title()}Stage"))
 

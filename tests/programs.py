@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn, Self
 from nano_inference.cli.children import GO, MOST_BYTES, READY, ROOM, adopting_orphans
 from nano_inference.cli.fork_server import import_stages, serve
 from nano_inference.config import STAGES
-from nano_inference.config.imports import without_collection
+from nano_inference.config.collector import collector_paused
 
 LIMIT_S = 120.0
 
@@ -198,7 +198,7 @@ def _fork_server() -> socket.socket:
 
 def import_all() -> None:
     """Imports all that a program may need."""
-    with without_collection():
+    with collector_paused():
         import_stages((*STAGES, "gateway"))
         # What an engine imports when it is made, and its tokenizer and the bundled model.
         from transformers import AutoTokenizer, Qwen2ForCausalLM  # noqa: F401

@@ -209,9 +209,9 @@ def test_tensors_do_not_cost_grpc() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_client_does_not_pay_for_torch() -> None:
+def test_clients_and_engines_not_yet_made_do_not_cost_torch() -> None:
     code = (
-        "import sys; from nano_inference import BusClient, GenerateRequest, Config; "
+        "import sys; from nano_inference import BusClient, GenerateRequest, InferenceEngine; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from cores import TimedEngine
+from timed_engine import TimedEngine
 from turns import Turn, serve
 
 from nano_inference import EngineConfig, SamplingParams

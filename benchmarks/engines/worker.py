@@ -24,6 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tokenizers import Tokenizer
 from workloads import SHAPES, WORKLOADS, Request, Workload, make_requests
 
+TIMED_START = "TIMED_START"
+"""In the environment: the start is measured, and not the memory."""
+
 _STATUS = Path("/proc/self/status")
 
 

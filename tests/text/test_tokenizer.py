@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
@@ -41,6 +42,26 @@ def test_a_saved_tokenizer_comes_back_with_its_template(
     loaded = load_tokenizer(folder)
     assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
     assert loaded.chat_template == tokenizer.chat_template
+
+
+def test_a_loaded_tokenizer_has_its_vocabulary_once(folder: Path) -> None:
+    # This class makes its backend of Python's objects, and keeps them.
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "Qwen2Tokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    loaded = load_tokenizer(folder)
+    assert type(loaded).__name__ == "Qwen2Tokenizer"
+    assert not [name for name in ("_vocab", "_merges") if hasattr(loaded, name)]
+    assert loaded.decode(loaded("abc")["input_ids"], skip_special_tokens=True) == "abc"
+
+
+def test_models_are_those_that_transformers_lists() -> None:
+    listed = transformers._class_to_module.items()  # type: ignore[attr-defined]
+    own = {name: home.removeprefix("models.") for name, home in listed if home[:7] == "models."}
+    made = transformers.models._class_to_module  # type: ignore[attr-defined]
+    assert len(own) > 1000
+    assert own.items() <= made.items()
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:

@@ -9,20 +9,14 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from ....config import ModelError
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+from ..read_ahead import INDEX as INDEX
+from ..read_ahead import WEIGHTS as WEIGHTS
+from ..read_ahead import Index as Index
 
 _CODED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec's decoders."""
-
-
-class Index(msgspec.Struct):
-    """The index of a checkpoint: each tensor's file."""
-
-    weight_map: dict[str, str]
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

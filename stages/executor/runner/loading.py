@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ....config import EngineConfig
 from ....config.forks import begin_computing
+from ..read_ahead import stop_reading
 from .loaded_model import LoadedModel
 from .model import load_model
 from .preloaded import take
@@ -27,7 +28,10 @@ def load_ranks(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
     """
     begin_computing()
     if config.num_ranks == 1 and not config.rank_invariant:
-        return None, take(config) or load_model(config)
+        try:
+            return None, take(config) or load_model(config)
+        finally:
+            stop_reading()
     from .leader import load_shards
 
     return load_shards(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -321,7 +322,11 @@ def _load_weights(
         if plan is not None:
             options |= plan.options(hf_config)
             dtype = plan.dtype(hf_config.dtype) if dtype == "auto" else dtype
-        elif config.huge_pages == "auto" and resolve_device(config.device).type == "cpu":
+        elif (
+            config.huge_pages == "auto"
+            and hasattr(os, "preadv")
+            and resolve_device(config.device).type == "cpu"
+        ):
             from .file_tensors import options_of as options_of_files
 
             options |= options_of_files(files, hf_config, auto)

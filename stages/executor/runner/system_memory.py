@@ -11,7 +11,6 @@ import ctypes
 import math
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HUGE_PAGE = 2 << 20
-"""Bytes of a large page, on x86 and with the default pages of others."""
+from ..read_ahead import HUGE_PAGE as HUGE_PAGE
+from ..read_ahead import pages
 
 _SHARED_BYTES = 16 * HUGE_PAGE
 _LEAST_SHARED_BYTES = 64 << 10  # of smaller tensors, such as norms, pages hardly matter
@@ -51,10 +50,8 @@ def zeros(
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         device: Device of the tensor.
-        huge: On the CPU, use large pages if the tensor fills one and the system has them. What
-            fills none is in small ones, unless several share them (`LargePages`): a large page that
-            is partly used is resident as a whole, which takes 4 % more memory for a model of 3 GB
-            in 250 tensors.
+        huge: On the CPU, use large pages, as `pages` does; smaller tensors may share some
+            (`LargePages`).
 
     Raises:
         RuntimeError: There is not enough memory.
@@ -62,18 +59,11 @@ def zeros(
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    huge = huge and size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     try:
-        # Room to start at the boundary of a large page.
-        memory = mmap.mmap(-1, size + huge * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = pages(size, huge=huge)
     except OSError as error:
         raise RuntimeError(f"can't allocate {size} bytes of memory: {error}") from None
-    bytes_there = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -bytes_there.data_ptr() % HUGE_PAGE if huge else 0
-    if huge:
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE * HUGE_PAGE)
-    return _tensor_at(memory, start, size, shape, dtype)
+    return _tensor_at(memory, 0, size, shape, dtype)
 
 
 class LargePages:

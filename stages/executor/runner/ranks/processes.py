@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from .....config import EngineConfig, ModelError
-from .....config.imports import without_collection
+from .....config.collector import collector_paused
 from .calls import Calls
 from .commands import Command, Load, Reply, Report, encode
 from .group import RankGroup
@@ -35,8 +35,8 @@ _START_TIMEOUT_S = 120.0
 """For the process that starts ranks, which imports torch first."""
 
 _RANK_WORKER = f"""
-from {without_collection.__module__} import without_collection
-with without_collection():
+from {collector_paused.__module__} import collector_paused
+with collector_paused():
     from {__package__.rpartition(".")[0]} import rank_worker
 rank_worker.main()
 """

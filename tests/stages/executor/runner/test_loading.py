@@ -69,7 +69,8 @@ def test_tensors_are_read_into_large_pages(tmp_path: Path) -> None:
         "none": torch.empty(0, 4),
     }
     save_file(held, file)
-    found = file_tensors(tensor_files(tmp_path))
+    files = tensor_files(tmp_path)
+    found = file_tensors(files)
     read = {name: tensor[...] for name, tensor in found.items()}
     assert read.keys() == held.keys()
     for name, tensor in held.items():
@@ -78,7 +79,7 @@ def test_tensors_are_read_into_large_pages(tmp_path: Path) -> None:
     assert read["large"].data_ptr() % HUGE_PAGE == 0
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(EOFError, match="cut off"):
-        for tensor in found.values():
+        for tensor in file_tensors(files).values():
             tensor[...]
     save_file({**held, "counts": torch.arange(3)}, file)
     assert file_tensors(tensor_files(tmp_path)) == {}  # left to Transformers

@@ -129,7 +129,7 @@ class HttpLoad(Clients):
     async def _connect(self, client: httpx.AsyncClient, index: int, reading: Reading) -> bool:
         """Read from the last event on; return whether the stream has ended."""
         url = self._urls[(index + reading.returns) % len(self._urls)]
-        headers = {"X-Tenant": "chaos"}
+        headers = {"X-Tenant": "chaos", "Accept": "text/event-stream"}
         asked: dict[str, Any] = {"json": self.requests[index]}
         method, path = "POST", "/v1/completions"
         if index % 2 == 0:

@@ -76,9 +76,13 @@ def write(path: Path | None, content: Any) -> None:
         path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
+_PLACES = ("json", "folder", "plot", "python", "client", "llama_server", "vllm", "transformers")
+"""Options that name places on one machine, which say nothing about a figure."""
+
+
 def record(arguments: argparse.Namespace, **content: Any) -> None:
     """Write a result file, if wanted, with versions, the options' values and the content."""
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    settings = {name: value for name, value in vars(arguments).items() if name not in _PLACES}
     machine = {"cores": os.cpu_count(), "device": f"{os.cpu_count()} CPU cores"}
     write(arguments.json, {**versions("torch"), **machine, **settings, **content})
 

@@ -1,60 +1,38 @@
-"""Poisson load by aiperf on servers: ours, llama-server, vLLM's and `transformers serve`.
+"""Poisson load on servers: ours, llama-server, vLLM's and `transformers serve`.
 
-    python benchmarks/poisson.py --aiperf PATH --llama-server COMMAND --vllm PYTHON
-        --transformers PYTHON [--rates 0.5,1,2] [--seconds 40] [--shape S] [--folder DIR]
-        [--json FILE]
+    python benchmarks/poisson.py --client aiperf=PATH [--client vllm=PYTHON]
+        [--client guidellm=PATH] [--llama-server COMMAND] [--vllm PYTHON] [--transformers PYTHON]
+        [--rates 0.5,1,2] [--seconds 40] [--shape S] [--folder DIR] [--json FILE]
 
-Random weights in the shape of Qwen2.5-0.5B (S), in bfloat16. All servers keep the model in memory
-throughout, and take turns in rotating order: at each rate the same texts, lengths and arrivals for
-each. A server whose program is not given is left out.
+Random weights in the shape of Qwen2.5-0.5B (S), in bfloat16. The load comes from the programs of
+`load_clients.py`, one after the other. All servers keep the model in memory throughout, and take
+turns in rotating order: at each rate and from each client the same texts, lengths and arrivals for
+each of them. A server whose program is not given is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import harness
 import machine
+from load_clients import CLIENTS, ITL_MS, TTFT_MS, Load, Server
 from tokenizers import Tokenizer
 from workloads import SHAPES, Workload, make_requests
 
 OURS, LLAMA, TRANSFORMERS = "nano-inference", "llama-server", "transformers serve"
 VLLM = "vLLM"
-TTFT_MS, ITL_MS = 1000, 100
-"""Limits of the goodput: of a request's TTFT, and of its mean time per further token."""
-
-RUN_LIMIT_S = 600.0
-
 _SLOTS, _CONTEXT = 16, 2048
-_LIMIT_S = 300
 _START_LIMIT_S = 400.0
 """vLLM compiles the model at its first start, for minutes on a busy machine."""
-
-# The servers count the tokens, but aiperf requires a tokenizer.
-_ANY_TOKENIZER = Path(__file__).parent.parent / "models" / "tiny"
-
-
-class Server(NamedTuple):
-    """A server.
-
-    Attributes:
-        model: Its name of the model.
-        extras: Fields of the body beyond OpenAI's, so that it ignores the end-of-sequence token.
-    """
-
-    name: str
-    url: str
-    model: str
-    extras: tuple[str, ...]
 
 
 def commands(
@@ -106,9 +84,9 @@ def running(arguments: argparse.Namespace, folder: Path, logs: Path) -> Iterator
             output = stack.enter_context(log.open("w"))
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
             stack.callback(harness.stop, process, 20)
-            extras = () if name == TRANSFORMERS else ("ignore_eos:true",)
             model = folder.name if name == OURS else str(folder)
-            server = Server(name, f"http://127.0.0.1:{ports[name]}", model, extras)
+            url = f"http://127.0.0.1:{ports[name]}"
+            server = Server(name, url, model, ignores_eos=name != TRANSFORMERS)
             body = {"model": model, "prompt": " a b c" * 20, "max_tokens": 8, "temperature": 0}
             try:
                 for _ in range(3):
@@ -121,48 +99,12 @@ def running(arguments: argparse.Namespace, folder: Path, logs: Path) -> Iterator
         yield servers
 
 
-def write_prompts(target: Path, folder: Path, shape: str, count: int, seed: int) -> int:
-    """Write requests of workload W4 with texts, in aiperf's format; return the tokens to make."""
+def make_texts(folder: Path, shape: str, count: int, seed: int) -> list[tuple[str, int]]:
+    """Return requests of workload W4: texts, and the tokens to make after each."""
     workload = Workload(count, 32, 512, (16, 128))
     requests = make_requests(workload, SHAPES[shape]["vocab_size"], seed)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    lines = [
-        json.dumps({"text": tokenizer.decode(each.token_ids), "output_length": each.new_tokens})
-        for each in requests
-    ]
-    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return sum(each.new_tokens for each in requests)
-
-
-def load(
-    arguments: argparse.Namespace, server: Server, rate: float, prompts: Path, scratch: Path
-) -> dict[str, Any]:
-    """Send requests at a rate until the last is answered; return aiperf's report."""
-    artifacts = scratch / f"{server.name.replace(' ', '-')}-{rate}"
-    command = [
-        *(arguments.aiperf, "profile", "--model", server.model, "--url", server.url),
-        *("--endpoint-type", "completions", "--streaming", "--use-server-token-count"),
-        *("--use-legacy-max-tokens", "--tokenizer", str(_ANY_TOKENIZER)),
-        *("--input-file", str(prompts), "--custom-dataset-type", "single-turn"),
-        *("--dataset-sampling-strategy", "sequential", "--random-seed", "1"),
-        *("--request-rate", str(rate), "--arrival-pattern", "poisson"),
-        *("--request-count", str(count_of(arguments, rate))),
-        *("--request-timeout-seconds", str(_LIMIT_S)),
-        *("--goodput", f"time_to_first_token:{TTFT_MS} inter_token_latency:{ITL_MS}"),
-        *("--output-artifact-dir", str(artifacts), "--ui", "none"),
-        *("--workers-max", "1", "--record-processor-service-count", "1"),
-        *("--no-server-metrics", "--no-gpu-telemetry"),
-    ]
-    for extra in ("temperature:0", *server.extras):
-        command += ["--extra-inputs", extra]
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, **pipes, timeout=RUN_LIMIT_S, env=environment)
-    report = artifacts / "profile_export_aiperf.json"
-    if not report.is_file():
-        raise SystemExit(f"aiperf has failed:\n{done.stdout.decode(errors='replace')[-3000:]}")
-    found: dict[str, Any] = json.loads(report.read_text())
-    return found
+    return [(tokenizer.decode(each.token_ids), each.new_tokens) for each in requests]
 
 
 def count_of(arguments: argparse.Namespace, rate: float) -> int:
@@ -170,49 +112,27 @@ def count_of(arguments: argparse.Namespace, rate: float) -> int:
     return max(4, round(rate * arguments.seconds))
 
 
-def figures(report: dict[str, Any], sent: int, tokens: int) -> dict[str, float]:
-    """Return figures of aiperf's report: times in ms, goodput in requests per second."""
-
-    def of(name: str, statistic: str = "avg") -> float:
-        return float(report.get(name, {}).get(statistic, float("nan")))
-
-    row = {
-        "sent": sent,
-        "answered": of("request_count"),
-        "tokens": of("total_usage_completion_tokens"),
-        "tokens_asked_for": tokens,
-        "seconds": of("benchmark_duration"),
-        "tokens_per_s": of("output_token_throughput"),
-        "goodput": of("goodput"),
-        "good": of("good_request_fraction"),
-    }
-    # aiperf's inter-token latency is a mean over each request.
-    names = {"ttft": "time_to_first_token", "itl": "inter_chunk_latency"}
-    for label, name in {**names, "mean_itl": "inter_token_latency"}.items():
-        for statistic in ("p50", "p99"):
-            row[f"{label}_ms_{statistic}"] = of(name, statistic)
-    return row
-
-
 def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], Any]:
     """Return a row for each rate and server, and the machine's state before each."""
     rows: list[dict[str, Any]] = []
     states: list[dict[str, float]] = []
-    table = harness.Table(COLUMNS, "requests/s")
+    table = harness.Table(COLUMNS, "client, requests/s", 40)
     with (
         tempfile.TemporaryDirectory(prefix="nano-") as scratch,
         running(arguments, folder, Path(scratch)) as servers,
     ):
         for place, rate in enumerate(arguments.rates):
-            prompts = Path(scratch) / f"{rate}.jsonl"
-            sent = count_of(arguments, rate)
-            tokens = write_prompts(prompts, folder, arguments.shape, sent, seed=place)
-            for server in harness.rotated(servers, place):
-                machine.note(states, arguments.threads)
-                report = load(arguments, server, rate, prompts, Path(scratch))
-                row = {"rate": rate, "server": server.name} | figures(report, sent, tokens)
-                rows.append(row)
-                table.row(f"{rate:g}, {server.name}", row)
+            for number, (client, program) in enumerate(arguments.client.items()):
+                seed = place + 100 * number  # no text is in a prefix cache
+                texts = make_texts(folder, arguments.shape, count_of(arguments, rate), seed)
+                asked = {"sent": len(texts), "tokens_asked_for": sum(each[1] for each in texts)}
+                for server in harness.rotated(servers, place):
+                    machine.note(states, arguments.threads)
+                    files = Path(tempfile.mkdtemp(dir=scratch))
+                    figures = CLIENTS[client](program, server, Load(rate, texts, files))
+                    names = {"client": client, "rate": rate, "server": server.name}
+                    rows.append(names | asked | figures)
+                    table.row(f"{client}, {rate:g}, {server.name}", rows[-1])
     return rows, states
 
 
@@ -240,8 +160,10 @@ def main() -> None:
         threads=os.cpu_count() or 1,
         folder=Path("build/benchmarks"),
     )
-    parser.add_argument("--aiperf", required=True, metavar="PATH", help="aiperf 0.13's program")
+    parser.add_argument("--client", action="append", required=True, metavar="NAME=PATH")
     arguments = parser.parse_args()
+    arguments.client = dict(choice.split("=", 1) for choice in arguments.client)
+    harness.refuse_unknown(parser, arguments.client, CLIENTS)
     harness.end_on_sigterm()
     folder = harness.model_folder(arguments.folder, arguments.shape)
     if arguments.llama_server and not folder.with_suffix(".gguf").is_file():

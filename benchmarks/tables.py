@@ -63,12 +63,31 @@ FIGURES = {
     "W8 prefill, s": "64 x 64 tokens, prefill, s",
     "W8 decode step, ms": "64 x 64 tokens, ms per step",
 }
+KINDS = {"json": "JSON", "dates": "dates", "words": "words", "choice": "one of 50 texts"}
+CONSTRAINED = {
+    "any decode step, ms": "no constraint, ms per step",
+    **{f"{kind} decode step, ms": f"{words}, ms per step" for kind, words in KINDS.items()},
+    "any-first prefill, s": "no constraint, first token, s",
+    **{
+        f"{kind}-first{new} prefill, s": f"{words}, first token by a {grammar} grammar, s"
+        for kind, words in KINDS.items()
+        for new, grammar in (("", "known"), ("-new", "new"))
+    },
+    **{f"{kind}-whole valid, %": f"{words}, valid texts, %" for kind, words in KINDS.items()},
+}
+"""Figures under a constraint, of 4 prompts of 32 tokens; a first token is that of one prompt of
+16."""
 
 
 @cache
 def result(name: str) -> Any:
     """Return the content of a result file."""
     return json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def named(beginning: str) -> list[str]:
+    """Return the result files whose names begin so."""
+    return sorted(path.stem for path in (HERE / "results").glob(f"{beginning}*.json"))
 
 
 def short(value: float | None, digits: int = 3) -> str:
@@ -93,11 +112,16 @@ def merged(names: Sequence[str], state: str) -> dict[str, dict[str, list[float]]
     return found
 
 
-def engines_of(names: Sequence[str], states: Sequence[str], peers: Sequence[str]) -> str:
+def engines_of(
+    names: Sequence[str],
+    states: Sequence[str],
+    peers: Sequence[str],
+    figures: Mapping[str, str] = FIGURES,
+) -> str:
     """Return medians of `run.py`, with each peer's time over ours, by state of the machine."""
     by_state = {state: merged(names, state) for state in states}
     body = []
-    for figure, words in FIGURES.items():
+    for figure, words in figures.items():
         for state, measured in by_state.items():
             by_engine = measured.get(figure, {})
             if "ours" not in by_engine or len(by_engine) == 1:
@@ -144,7 +168,7 @@ def masks() -> str:
     return markdown(["ms of CPU time", "compile", "mask, median", "most"], body)
 
 
-DRAFTED = ("drafts-K-2-cpu-cores-openvino",)
+DRAFTED = named("drafts-K-")
 TEXTS = {
     "edited": "one token in twenty differs from the prompt",
     "edited-4": "the same, 4 sequences",
@@ -215,16 +239,20 @@ def first_token() -> str:
     return markdown(["first token after", *heads, "x bare, with the most"], body)
 
 
-def poisson() -> str:
-    measured = result("poisson-S-2-cpu-cores")["rows"]
-    servers = ("nano-inference", "llama-server", "vLLM", "transformers serve")
+SERVERS = ("nano-inference", "llama-server", "vLLM", "transformers serve")
+
+
+def poisson(names: Sequence[str], figure: str, words: str) -> str:
+    """Return the servers' times under load, by rate, server and client; `figure` is the second."""
+    rows = [row for name in names for row in result(name)["rows"]]
     body = []
-    for row in sorted(measured, key=lambda row: (row["rate"], servers.index(row["server"]))):
+    for row in sorted(rows, key=lambda row: (row["rate"], SERVERS.index(row["server"]))):
+        load = [f"{row['rate']:g}", row["server"], *([row["client"]] if "client" in row else [])]
         ttft = [short(row[f"ttft_ms_{share}"] / 1000, 2) for share in ("p50", "p99")]
-        gap = [f"{row[f'itl_ms_{share}']:,.0f}" for share in ("p50", "p99")]
-        rate = f"{row['rate']:g}, {row['server']}"
-        body.append([rate, " / ".join(ttft), " / ".join(gap), f"{row['tokens_per_s']:.0f}"])
-    head = ["requests/s", "TTFT p50 / p99, s", "gap between tokens p50 / p99, ms", "tokens/s"]
+        gap = [f"{row[f'{figure}_ms_{share}']:,.0f}" for share in ("p50", "p99")]
+        cells = [", ".join(load), " / ".join(ttft), " / ".join(gap)]
+        body.append([*cells, f"{row['good']:.0%}", f"{row['tokens_per_s']:.0f}"])
+    head = ["requests/s", "TTFT p50 / p99, s", f"{words} p50 / p99, ms", "in time", "tokens/s"]
     return markdown(head, body)
 
 
@@ -493,6 +521,7 @@ def measured() -> str:
     )
 
 
+OVER_HTTP = ("llama-server", "vLLM", "`transformers serve`")
 BESIDE = ("", "nano-inference", "beside it")
 
 
@@ -531,8 +560,11 @@ def measured_rows() -> list[list[str]]:
         [
             "0.5 B, over HTTP, one request per second",
             f"first token after {over_http['nano-inference']} s",
-            f"llama-server: {over_http['llama-server']}; "
-            f"`transformers serve`: {over_http['transformers serve']}",
+            "; ".join(
+                f"{words}: {over_http[server]}"
+                for server, words in zip(SERVERS[1:], OVER_HTTP, strict=True)
+                if server in over_http
+            ),
         ],
         [
             f"{found['requests']:,} streams under {sum(found['kills'].values())} faults (`kill -9` "
@@ -635,12 +667,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "run-epyc-busy": partial(
         engines_of, ["run-S-2-cpu-cores-W1-short-one-busy"], ("shared",), OTHERS
     ),
+    "constraints-peers": partial(
+        engines_of, named("constraints-peers-"), ("far", "near"), ALL, CONSTRAINED
+    ),
     "masks": masks,
     "drafted": drafted,
     "pipeline": partial(pipeline_of, "pipeline-2-cpu-cores"),
     "pipeline-s": partial(pipeline_of, "pipeline-S-2-cpu-cores"),
     "gateway": gateway,
-    "poisson": poisson,
+    "poisson": partial(poisson, ["poisson-S-2-cpu-cores"], "itl", "gap between tokens"),
+    "poisson-clients": partial(
+        poisson, named("poisson-clients-"), "mean_itl", "mean time per further token"
+    ),
     "kserve": kserve,
     "chaos": partial(chaos_of, "chaos", STREAM_FAULTS),
     "chaos-http": partial(chaos_of, "chaos-http", HTTP_FAULTS),

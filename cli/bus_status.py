@@ -108,7 +108,7 @@ async def _replies(
     from ..store.redis.client import Server, execute_all, on_each
 
     server = Server(config.url, _OWN_NAME)
-    redis = server.client(1)
+    redis = server.client()
     info: dict[str, Any] = {}
     names: Counter[str] = Counter()
     try:

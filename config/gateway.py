@@ -43,7 +43,9 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             Background responses are exempt: another gateway takes over after this time, or after
             some seconds if it is 0.
         event_ids: Whether events of OpenAI's streams have ids, after which a client can resume.
-            Some programs, such as `vllm bench serve`, fail on lines that don't begin with "data: ".
+            Some programs, such as `vllm bench serve`, fail on lines that don't begin with "data: ":
+            with "auto" chunks have ids only for a client that accepts `text/event-stream` by name,
+            or sends `Idempotency-Key` or `Last-Event-ID`. Events of stored responses have them.
         comment_s: Interval of comments on a silent stream, which keep proxies from closing it.
         message_format: Format of the model's messages: reasoning, text, tool calls. "auto": by its
             tokenizer or chat template; "off": plain text; else a format's name (docs/tools.md), or
@@ -123,7 +125,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     min_body_bytes_per_s: NonNegativeInt = 4096
     send_timeout_s: Seconds = 60.0
     resume_grace_s: Annotated[float, Range("from 0 to 86400 (a day)", 0, 86_400)] = 30.0
-    event_ids: bool = True
+    event_ids: bool | Literal["auto"] = "auto"
     comment_s: Seconds = 15.0
     message_format: str = "auto"
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"

@@ -9,7 +9,6 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import BaseRoute
 
@@ -39,7 +38,7 @@ from .batches.files import Files
 from .batches.observed import ObservedBatches
 from .batches.runner import BatchRunner
 from .batches.uploads import Uploads
-from .call import Call, ClientLeft
+from .call import Call
 from .console.feed import Feed
 from .console.routes import console_routes
 from .dead_letters import dead_letter_routes
@@ -112,19 +111,14 @@ class Application(Starlette):
         self.chain, self.unknown_fields = chain, config.unknown_fields
         answer = error_handler(self.respond)
         kinds = (kserve_http.is_called, ollama.is_called, kserve_http.takes_compressed, takes_files)
-        super().__init__(
-            routes=routes,
-            middleware=[
-                # Starlette raises an error again after it has answered 500, and the server then
-                # closes the connection after an answer that doesn't announce that.
-                Middleware(ExceptionMiddleware, handlers={Exception: answer}),
-                Middleware(JsonOnly, measures, self.respond, *kinds),
-            ],
-            exception_handlers=dict.fromkeys(
-                (NanoInferenceError, HTTPException, ClientLeft), answer
-            ),
-        )
+        super().__init__(routes=routes)
         self.router = self._indexed = IndexedRouter(self.router.routes)
+        # In place of Starlette's layers, one of which raises an error again after it has answered
+        # 500, so that the server closes the connection after an answer that doesn't announce that.
+        self.middleware_stack = ExceptionMiddleware(
+            JsonOnly(self.router, measures, self.respond, *kinds),
+            handlers=dict.fromkeys((Exception, HTTPException), answer),
+        )
 
     async def answer_own(self, call: Call, body: bytes) -> Answered:
         """Answer a call of the gateway itself, past the layers that check clients' calls.

@@ -43,9 +43,9 @@ from ..config.collector import collector_paused
 from ..config.forks import is_forked
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
+from ..stages.executor.read_ahead import read_ahead
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
-from ..text.read_ahead import read_ahead
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from .engine_calls import OtherNames, one_at_a_time, says_other_names
 from .engine_forks import EngineForks

@@ -23,10 +23,10 @@ from ..config.errors import leaves_of
 from ..config.forks import check_not_forked
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
+from ..stages.executor.read_ahead import read_ahead
 from ..store.board import Restarts, StageReport, StageState
 from ..store.process_state import ProcessUse, identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing
-from ..text.read_ahead import read_ahead
 from .client import BusClient
 from .scoring import Request, Submitter
 from .supervisor import actor_class, supervise

@@ -108,7 +108,23 @@ class MemoryRecords:
         self._forget_expired(key)
         values = self._values
         words = [*map(_encoded, arguments)]
-        match name, words:
+        match name, words:  # the most frequent ones first: each case takes time
+            case "EXPIRE", [ttl_s]:
+                self._expire(key, ttl_s)
+            case "HINCRBY", [field, amount]:
+                fields = values.setdefault(key, {})
+                fields[field] = _encoded(int(fields.get(field, 0)) + int(amount))
+            case "HSET", pairs:
+                values.setdefault(key, {}).update(zip(pairs[::2], pairs[1::2], strict=True))
+            case "HGETALL", []:
+                return dict(values.get(key, {}))
+            case "HGET", [field]:
+                return values.get(key, {}).get(field)
+            case "HMGET", fields:
+                return [values.get(key, {}).get(field) for field in fields]
+            case "EXPIRE", [ttl_s, b"NX"]:
+                if key not in self._until_s:
+                    self._expire(key, ttl_s)
             case "GET", []:
                 return values.get(key)
             case "SET", [value]:
@@ -121,27 +137,11 @@ class MemoryRecords:
                 return before
             case "DEL", []:
                 return self._delete(key)
-            case "EXPIRE", [ttl_s]:
-                self._expire(key, ttl_s)
-            case "EXPIRE", [ttl_s, b"NX"]:
-                if key not in self._until_s:
-                    self._expire(key, ttl_s)
-            case "HGET", [field]:
-                return values.get(key, {}).get(field)
-            case "HMGET", fields:
-                return [values.get(key, {}).get(field) for field in fields]
-            case "HGETALL", []:
-                return dict(values.get(key, {}))
-            case "HSET", pairs:
-                values.setdefault(key, {}).update(zip(pairs[::2], pairs[1::2], strict=True))
             case "HSETNX", [field, value]:
                 fields = values.setdefault(key, {})
                 known = field in fields
                 fields.setdefault(field, value)
                 return int(not known)
-            case "HINCRBY", [field, amount]:
-                fields = values.setdefault(key, {})
-                fields[field] = _encoded(int(fields.get(field, 0)) + int(amount))
             case "ZADD", [b"GT", *pairs]:
                 scores = values.setdefault(key, {})
                 for score, member in zip(pairs[::2], pairs[1::2], strict=True):

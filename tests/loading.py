@@ -2,6 +2,9 @@
 
 Most of what the start of an engine with it costs is Transformers' loading, and comparisons that
 come out the same each time. They are tested in tests/stages/executor/ and by every process.
+
+Nor does each pipeline start processes of its own that decode images, which import Transformers'
+image processors: tests/media/ has their start and end.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import pytest
 from torch import nn
 
 from nano_inference.config import EngineConfig
+from nano_inference.media.decoder import ImageDecoder
+from nano_inference.stages.admission.parts import images
 from nano_inference.stages.executor.runner import model as models
 from nano_inference.stages.executor.runner.deterministic import Determinism
 from nano_inference.stages.executor.runner.fast_modules.modules import FastModules
@@ -38,6 +43,7 @@ _find_vocabulary = GrammarCompiler._find_vocabulary
 _chosen: dict[Any, list[int | None]] = {}
 _vocabularies: dict[tuple[Path, int], Any] = {}
 _deterministic: set[Any] = set()
+_decoders: dict[str, ImageDecoder] = {}
 
 
 def _is_bundled(folder: Path) -> bool:
@@ -105,6 +111,15 @@ def _vocabulary(self: GrammarCompiler) -> Any:
     return found
 
 
+class _SharedDecoder(ImageDecoder):
+    def close(self) -> None:
+        """Keep the processes for the next pipeline."""
+
+
+def _decoder(*settings: Any, **source: Any) -> ImageDecoder:
+    return _decoders.setdefault(repr((settings, source)), _SharedDecoder(*settings, **source))
+
+
 @contextmanager
 def loaded_once() -> Iterator[None]:
     """Engines that start meanwhile have it of a former one."""
@@ -114,4 +129,5 @@ def loaded_once() -> Iterator[None]:
         patch.setattr(FastModules, "_compare", _compared)
         patch.setattr(Determinism, "check", _checked)
         patch.setattr(GrammarCompiler, "_find_vocabulary", _vocabulary)
+        patch.setattr(images, "ImageDecoder", _decoder)
         yield

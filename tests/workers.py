@@ -69,9 +69,13 @@ def main() -> None:
     programs["import_all"]()
     # These libraries take seconds; files of tests import them, and each worker collects all files.
     import anthropic  # noqa: F401
+    import compressed_tensors  # noqa: F401
+    import hypothesis  # noqa: F401
     import mcp  # noqa: F401
     import openai  # noqa: F401
     import peft  # noqa: F401
+    import playwright.async_api  # noqa: F401
+    import torch.nn.attention.varlen  # noqa: F401
 
     compile_kernels()
     gc.collect()

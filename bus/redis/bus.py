@@ -33,9 +33,6 @@ from .results import RedisResults
 from .routing import RedisRouting
 from .starts import ProcessStart
 
-COMMAND_CONNECTIONS = 8
-"""Connections for commands that don't block, shared by the whole bus."""
-
 CLOSE_PATIENCE_S = 5.0
 """Time limit of `aclose` for pending writes, when Redis is slow or unreachable."""
 
@@ -69,8 +66,8 @@ class RedisBus:
         self._local = local_stages if config.links == "auto" else frozenset()
         self._keys = Keys(config.prefix, config.lane, config.model)
         self._server = Server(config.url, _client_name(local_stages))
-        self._commands = RedisRecords(self._server, COMMAND_CONNECTIONS)
-        self._writes = self._server.client(COMMAND_CONNECTIONS)
+        self._commands = RedisRecords(self._server)
+        self._writes = self._server.client()
         self._inboxes = Inboxes()
         self._numbering = Numbering()
         self._seen = Seen()

@@ -30,6 +30,7 @@ from ...store.redis.client import (
     watched,
 )
 from ...store.redis.keys import MESSAGE, WRITER, Keys, id_after
+from ...store.redis.multiplexed import MultiplexedRedis
 from ..codec import decode_envelope, encode_envelope
 from ..control import ServerRestarted
 from ..envelope import Envelope
@@ -178,9 +179,14 @@ class LinkWriter(BatchWriter[bytes]):
         self._nonce = nonce
         self._hold = Backoff(first_s=0.002, longest_s=0.05)
         self._length = 0
+        # The reply to a message that was written at once.
+        self._begun: asyncio.Future[list[Any]] | None = None
         # Clients write to control links too: possibly of a pipeline that isn't running, possibly
         # without the right to.
         is_control = link.name.startswith("control.")
+        self._at_once: MultiplexedRedis | None = None
+        if not is_control and isinstance(redis, MultiplexedRedis):
+            self._at_once = redis
         super().__init__(
             f"link {link.name}",
             self._write_control if is_control else self._write_link,
@@ -188,14 +194,43 @@ class LinkWriter(BatchWriter[bytes]):
             tells_refusals=is_control,
         )
 
+    def put(self, item: bytes) -> Awaitable[None]:
+        """Append an item; write it at once if there is no other."""
+        if self._at_once is not None and not self.unwritten and self._has_room:
+            self._begun = self._at_once.begin(self._sends([item]))
+        return super().put(item)
+
     async def _write_link(self, payloads: list[bytes]) -> int:
-        await self._wait_for_room()
-        for some in within_bytes(payloads, MAX_MESSAGE_BYTES):
-            command = ("EVAL", _SEND, 1, self._key, self._nonce, *some)
-            self._length = int(await self._persist(*command))
+        begun, self._begun = self._begun, None
+        if begun is not None and await self._is_written(begun):
+            payloads = payloads[1:]
+        if payloads:
+            await self._wait_for_room()
+            for some in within_bytes(payloads, MAX_MESSAGE_BYTES):
+                sends = partial(execute_all, self._redis, self._sends(some))
+                self._length = int((await persist(self._server, self._name, sends))[-1])
         if self._capacity is None:
             return WRITE_BATCH
         return max(1, min(WRITE_BATCH, self._capacity - self._length))
+
+    def _sends(self, payloads: Sequence[bytes]) -> list[tuple[Any, ...]]:
+        """Return commands that append messages atomically; the last one returns the length."""
+        if len(payloads) == 1:
+            fields = (WRITER, self._nonce, MESSAGE, *payloads)
+            return [("XADD", self._key, "*", *fields), ("XLEN", self._key)]
+        return [("EVAL", _SEND, 1, self._key, self._nonce, *payloads)]
+
+    async def _is_written(self, begun: asyncio.Future[list[Any]]) -> bool:
+        """Return whether a message was written at once; if that is not certain, it is written
+        again."""
+        try:
+            added, length = await begun
+        except (exceptions.RedisError, OSError):
+            return False
+        if isinstance(added, Exception) or isinstance(length, Exception):
+            return False
+        self._length = int(length)
+        return True
 
     async def _write_control(self, payloads: list[bytes]) -> int:
         """Write messages one by one, without a script: a client needs no right to run scripts."""
@@ -209,13 +244,15 @@ class LinkWriter(BatchWriter[bytes]):
 
     async def _wait_for_room(self) -> None:
         """Wait until the stream has room, by its last known length."""
-        if self._capacity is None:
-            return
         self._hold.reset()
-        while self._length >= self._capacity:
+        while not self._has_room:
             self._length = int(await self._persist("XLEN", self._key))
-            if self._length >= self._capacity:
+            if not self._has_room:
                 await self._hold.wait()
+
+    @property
+    def _has_room(self) -> bool:
+        return self._capacity is None or self._length < self._capacity
 
 
 def within_bytes(payloads: Sequence[bytes], most_bytes: int) -> Iterator[list[bytes]]:
@@ -291,7 +328,7 @@ class LinkReader:
     ) -> None:
         self._server = server
         self._block_s = CHECK_CLUSTER_S if server.is_cluster else READ_BLOCK_S
-        self._redis = server.client(1, self._block_s, self._connected)
+        self._redis = server.client(self._block_s, self._connected)
         self._links = {keys.link(link.name): link for link in links}
         self._inbox = inbox
         self._seen = seen
@@ -344,6 +381,7 @@ class LinkReader:
             for key, entries in reply.items():
                 for entry_id, fields in entries:
                     await self._put(key, entry_id, fields)
+            await asyncio.sleep(0)  # the stage goes first
             due = {
                 key: self._positions[key]
                 for key, count in self._untrimmed.items()

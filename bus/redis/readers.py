@@ -40,7 +40,7 @@ class Readers(ABC):
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._redis = server.client(1, FOLLOW_BLOCK_S)
+        self._redis = server.client(FOLLOW_BLOCK_S)
         self._closed = False
 
     def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:

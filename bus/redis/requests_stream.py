@@ -69,7 +69,7 @@ class RequestsStream:
         self.key = keys.requests
         self._server = commands.server
         self._commands = commands
-        self._redis: Redis = commands.server.client(1, TAKE_BLOCK_S)
+        self._redis: Redis = commands.server.client(TAKE_BLOCK_S)
         self.leases = Leases(config, keys, commands, start)
         self.fetched_at = 0.0
         # Entries in hand: fetched, and neither acknowledged nor lost to another lane.

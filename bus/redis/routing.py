@@ -87,7 +87,7 @@ class RedisRouting:
         self._keys = keys
         self._commands = commands
         self._results = results
-        self._redis = commands.server.client(1, BLOCK_S)
+        self._redis = commands.server.client(BLOCK_S)
         self._closed = False
         # Of the entries that `unrouted` has returned last.
         self._digests: dict[str, str] = {}

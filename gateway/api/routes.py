@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, wraps
-from operator import itemgetter
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Literal
 
 from starlette.convertors import PathConvertor, register_url_convertor
-from starlette.requests import Request
 from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -42,15 +40,16 @@ class PolicyRoute(Route):
         """`route`: its methods and its path, such as "GET /v1/models" or "POST,PUT /generate"."""
         methods, _, path = route.partition(" ")
 
-        @wraps(endpoint)
-        async def checked(request: Request) -> Response:
-            call = call_of(request.scope, request.receive)
-            call.params = request.path_params
-            return await self.answer(call, request.app.chain, request.app.unknown_fields)
-
-        super().__init__(path, checked, methods=methods.split(","))
+        super().__init__(path, endpoint, methods=methods.split(","))
+        self.app = self._respond
         self.needed = needed
         self._answer = endpoint
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, app = call_of(scope, receive), scope["app"]
+        call.params = scope["path_params"]
+        response = await self.answer(call, app.chain, app.unknown_fields)
+        await response(scope, receive, send)
 
     async def answer(
         self, call: Call, chain: PolicyChain, unknown_fields: Literal["refuse", "ignore"]
@@ -93,7 +92,7 @@ class IndexedRouter(Router):
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            for route in self._by_path.get(scope["path"], ()):
+            for route in self._routes_of(scope["path"]):
                 match, found = route.matches(scope)
                 if match is Match.FULL:
                     scope.update(found, route=route)
@@ -108,28 +107,31 @@ class IndexedRouter(Router):
         Raises:
             RequestError: not_found.
         """
-        for route in self._by_path.get(call.path, ()):
+        for route in self._routes_of(call.path):
             if not isinstance(route, PolicyRoute) or call.method not in (route.methods or ()):
                 continue
             if route.takes(call):
                 return route
         raise RequestError(f"there is nothing at {shown(call.path)}", code="not_found")
 
-    @cached_property
-    def _by_path(self) -> dict[str, list[BaseRoute]]:
-        """The routes that may be for a path, in order. Made at the first call, after all routes."""
-        plain: dict[str, list[tuple[int, BaseRoute]]] = {}
-        others: list[tuple[int, BaseRoute]] = []
-        for place, each in enumerate(self.routes):
-            if isinstance(each, Route) and not each.param_convertors:
-                plain.setdefault(each.path, []).append((place, each))
-            else:
-                others.append((place, each))
-        return {
-            path: [
+    def _routes_of(self, path: str) -> Sequence[BaseRoute]:
+        """Return the routes that may be for a path without parameters, in order."""
+        found = self._by_path.get(path, ())
+        if found is None:
+            found = self._by_path[path] = [
                 each
-                for _, each in sorted((*own, *others), key=itemgetter(0))
+                for each in self.routes
                 if not isinstance(each, Route) or each.path_regex.match(path)
             ]
-            for path, own in plain.items()
-        }
+        return found
+
+    @cached_property
+    def _by_path(self) -> dict[str, list[BaseRoute] | None]:
+        """The paths without parameters, with their routes once there was a call. Made at the first
+        call, after all routes."""
+        plain = [
+            each.path
+            for each in self.routes
+            if isinstance(each, Route) and not each.param_convertors
+        ]
+        return dict.fromkeys(plain)

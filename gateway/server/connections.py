@@ -1,4 +1,4 @@
-"""HTTP connections: strict framing, turns between clients, limits on slow clients."""
+"""HTTP connections: turns between clients, limits on slow clients."""
 
 from __future__ import annotations
 
@@ -11,53 +11,17 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal, Protocol, cast
 
-import h11
 from starlette.types import Scope
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...config import GatewayConfig, NanoInferenceError, RequestError
 from ...config.logger import get_logger
 from ...telemetry import instruments, now_ns
 from ..call import TENANT_HEADER
 from .fair_queue import FairQueue
+from .framing import StrictProtocol
 from .http import ARRIVED, UNREAD, call_of
 from .limits import Overloaded, RequestLimits
 from .measures import Measures, Reason
-
-
-class StrictParser(h11.Connection):
-    """Request-smuggling protection: reject ambiguous framing (RFC 9112, section 6.3).
-
-    A proxy and this server that find different ends of one request would read one client's bytes as
-    another client's request. h11 by itself accepts Transfer-Encoding beside Content-Length, and
-    requests of any version.
-    """
-
-    def __init__(self, max_head_bytes: int) -> None:
-        super().__init__(h11.SERVER, max_head_bytes)
-        self._max_head_bytes = max_head_bytes
-
-    def next_event(self) -> Any:
-        """Return the client's next event. Raises h11.RemoteProtocolError for a refused request."""
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            names = {bytes(name) for name, _ in event.headers}
-            old = event.http_version < b"1.1"
-            if b"transfer-encoding" in names and (old or b"content-length" in names):
-                raise h11.RemoteProtocolError("the body's length is given in two ways")
-            if _size(event) > self._max_head_bytes:
-                # h11 checks only heads that haven't arrived whole.
-                raise h11.RemoteProtocolError("the head is too large")
-            if not event.http_version.startswith(b"1."):
-                raise h11.RemoteProtocolError("this is another version of HTTP")
-        return event
-
-
-def _size(request: h11.Request) -> int:
-    """Return the approximate size of a head in bytes."""
-    fields = sum(len(name) + len(value) for name, value in request.headers)
-    return len(request.method) + len(request.target) + fields
-
 
 ROUND_S = 0.002
 """Length of a round, without its last piece of work. Other work of the event loop runs between
@@ -149,7 +113,6 @@ Phase = Literal["head", "come", "body", "working", "sending", "rest", "idle", "l
 - leaving: the connection was ended
 """
 
-_MAX_HEAD_BYTES = 1 << 16
 # Bytes of a head in which its tenant is searched; otherwise the client is its address.
 _HEAD_BYTES = 8192
 _TENANT = f"\r\n{TENANT_HEADER}:".lower().encode()
@@ -203,7 +166,7 @@ class GatheringTransport:
         self.inner.write_eof()
 
 
-class Connection(H11Protocol):
+class Connection(StrictProtocol):
     """uvicorn's connection, with a phase, and an end with an error as the response.
 
     Attributes:
@@ -213,7 +176,6 @@ class Connection(H11Protocol):
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
-        self.conn = StrictParser(_MAX_HEAD_BYTES)
         self.phase: Phase = "head"
         self.on_handshake: Callable[[], None] | None = None
         self._all = connections
@@ -302,12 +264,12 @@ class Connection(H11Protocol):
         # A handshake is a GET (RFC 6455); elsewhere the header is an offer that is not taken.
         return self.scope["method"] == "GET" and super()._should_upgrade()
 
-    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+    def handle_websocket_upgrade(self) -> None:
         """Hand the connection on; from here on it is no connection of HTTP."""
         self._left = True
         self._all.leave(self)
         self.transport = self._gathering.inner
-        super().handle_websocket_upgrade(event)
+        super().handle_websocket_upgrade()
 
     def on_response_complete(self) -> None:
         self._gathering.flush()
@@ -316,9 +278,9 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()
         self.update()
 
-    def send_400_response(self, msg: str) -> None:
+    def refuse(self, why: str) -> None:
         self._all.count("malformed")
-        self.end(RequestError(f"{msg.rstrip('.')}; send HTTP/1.1", code="malformed"))
+        self.end(RequestError(f"{why.rstrip('.')}; send HTTP/1.1", code="malformed"))
 
     def shutdown(self) -> None:
         if self._left:
@@ -341,7 +303,8 @@ class Connection(H11Protocol):
 
     def end(self, error: NanoInferenceError | None = None) -> None:
         """Close the connection, with an error as the response unless another one has begun."""
-        cycle, answered = self.cycle, False
+        self.forget_waiting()
+        cycle, answered = self.running, False
         scope: Scope = {}
         if cycle is not None and not cycle.response_complete:
             answered = cycle.response_started
@@ -351,7 +314,6 @@ class Connection(H11Protocol):
         if error is None or answered or self.transport.is_closing():
             self.transport.abort()
             return
-        # Not through h11, whose state may be inconsistent.
         response = self._all.respond(call_of(scope), error)
         head = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
         fields = [b"%s: %s" % field for field in response.raw_headers]
@@ -406,14 +368,13 @@ class Connection(H11Protocol):
             return "leaving"
         if self._come is not None:
             return "come"
-        reading = self.conn.their_state is h11.SEND_BODY
-        if self.cycle is not None and not self.cycle.response_complete:
-            return "body" if reading else "working"
+        if self.is_answering:
+            return "body" if self.reading == "body" else "working"
         if self.transport.get_write_buffer_size():
             return "sending"
-        if reading:
+        if self.reading == "body":
             return "rest"
-        return "head" if self.cycle is None or self.conn.trailing_data[0] else "idle"
+        return "head" if self.running is None or self.reading else "idle"
 
 
 class Connections:

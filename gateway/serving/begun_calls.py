@@ -264,6 +264,13 @@ def last_event_id(call: Call) -> str:
     return call.header("last-event-id") or ""
 
 
+def reads_event_ids(call: Call) -> bool:
+    """Return whether a client resumes a stream, or accepts event streams by name, as a browser's
+    EventSource does."""
+    accepted = call.header("accept") or ""
+    return call.method == "GET" or "text/event-stream" in accepted or bool(last_event_id(call))
+
+
 def keyed(call: Call, body: Body | GenerateRequest) -> IdempotencyKey | None:
     """Return the identity of a call with an idempotency key; None without one.
 

@@ -151,8 +151,9 @@ class Unsent(ABC, Generic[W]):
                 await self._changed.wait()
                 continue
             await self.send_next()
-            # The server takes what fits its buffers without a pause.
-            await anyio.lowlevel.checkpoint()
+            if self._due:
+                # The server takes what fits its buffers without a pause.
+                await anyio.lowlevel.checkpoint()
 
     async def send_while(self, run: Callable[[], Awaitable[T]]) -> T:
         """Send outputs as fast as they are read, while `run` puts them here.

@@ -28,6 +28,7 @@ from ...config import NOT_PERMITTED, BusError, redact
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
 from .address import CREDENTIALS, parse_address
+from .multiplexed import MultiplexedRedis, options_of
 
 T = TypeVar("T")
 
@@ -43,6 +44,9 @@ SENTINEL_TIMEOUT_S = 1.0
 
 CLUSTER_CONNECTIONS = 1024
 """Connections to one node of a cluster; the client opens as many as commands run concurrently."""
+
+TRANSACTIONS = 8
+"""Transactions with WATCH at once, of one client; each has a connection meanwhile."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
 
@@ -173,7 +177,6 @@ class Server:
 
     def client(
         self,
-        connections: int,
         block_s: float = 0.0,
         connected: Callable[[], object] | None = None,
     ) -> Redis:
@@ -211,13 +214,13 @@ class Server:
                 else SentinelManagedConnection,
             }
         pool = (_MasterPool if address.kind == "sentinel" else BlockingConnectionPool)(
-            max_connections=connections,
+            max_connections=TRANSACTIONS,
             timeout=None,
             maint_notifications_config=off,
             **kind,
             **options,
         )
-        redis = Redis.from_pool(pool)
+        redis = MultiplexedRedis.from_pool(pool)
         limit_fields(redis)
         return redis
 
@@ -306,16 +309,15 @@ class Server:
 
 
 class Commands:
-    """Commands of one RedisBus, on a few shared connections.
+    """Commands of one RedisBus, on a shared connection.
 
-    Each command runs in a task of its own, shielded: cancelling it halfway would leave its reply on
-    the connection for the next command.
+    Each runs in a task of its own: it goes on when its caller is cancelled.
     """
 
-    def __init__(self, server: Server, connections: int) -> None:
+    def __init__(self, server: Server) -> None:
         self.server = server
         # For commands in tasks that only `aclose` cancels.
-        self.redis = server.client(connections)
+        self.redis = server.client()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -424,13 +426,14 @@ async def execute_all(
 
     Connection errors are always raised; some of the commands may then have run.
     """
+    if isinstance(redis, MultiplexedRedis):
+        replies = await redis.execute_all(list(commands))
+        if raise_on_error and (error := _first_error(replies)) is not None:
+            raise error
+        return replies
     pipeline = redis.pipeline(transaction=False)
     for command in commands:
-        # The client's parser of SET replies detects GET by the option `get` alone.
-        options = {"get": True} if command[0] == "SET" and "GET" in command else {}
-        pipeline.execute_command(*command, **options)
-    if not isinstance(redis, RedisCluster):
-        return list(await pipeline.execute(raise_on_error=raise_on_error))
+        pipeline.execute_command(*command, **options_of(command))
     with _connection_errors:
         try:
             replies = list(await pipeline.execute(raise_on_error=False))
@@ -458,23 +461,28 @@ async def transact(redis: Redis, key: bytes, commands: Iterable[Sequence[Any]]) 
     Returns:
         Raw replies: those of INFO and TIME are not parsed.
     """
-    pipeline, options = redis.pipeline(transaction=False), dict[str, Any]()
-    with _connection_errors:
-        if isinstance(redis, RedisCluster):
+    whole = (("MULTI",), *commands, ("EXEC",))
+    if isinstance(redis, RedisCluster):
+        pipeline = redis.pipeline(transaction=False)
+        with _connection_errors:
             await redis.initialize()
             options = {"target_nodes": redis.get_node_from_key(key)}
-        for command in (("MULTI",), *commands, ("EXEC",)):
-            pipeline.execute_command(*command, **options)
-        try:
-            replies: list[Any] = (await pipeline.execute())[-1]
-        except _NODE_ERRORS:
-            if isinstance(redis, RedisCluster):
+            for command in whole:
+                pipeline.execute_command(*command, **options)
+            try:
+                replies = (await pipeline.execute())[-1]
+            except _NODE_ERRORS:
                 await redis.aclose()  # as in `execute_all`
-            raise
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies
+                raise
+    else:
+        replies = (await execute_all(redis, whole))[-1]
+    if (error := _first_error(replies)) is not None:
+        raise error
+    return list(replies)
+
+
+def _first_error(replies: Iterable[Any]) -> Exception | None:
+    return next((reply for reply in replies if isinstance(reply, Exception)), None)
 
 
 async def on_each(redis: Redis, *command: Any) -> list[Any]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from redis import exceptions
 
 from ..records import Command
-from .client import Commands, Server, execute_all, transact
-
-_ROUND_TRIPS = 4
-"""Round trips at once. Callers that come meanwhile share the next one."""
+from .client import Commands, transact
 
 _STREAM_ENDS = """
 local rows = {}
@@ -30,31 +25,8 @@ return rows
 """
 
 
-@dataclass(eq=False)
-class _RoundTrip:
-    """The commands of several callers."""
-
-    commands: list[Command] = field(default_factory=list)
-    replies: list[Any] = field(default_factory=list)
-    error: BaseException | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class RedisRecords(Commands):
     """`Records` of one server."""
-
-    def __init__(self, server: Server, connections: int) -> None:
-        super().__init__(server, connections)
-        self._turns = asyncio.Semaphore(_ROUND_TRIPS)
-        self._next = _RoundTrip()
-
-    async def run_all(self, commands: Sequence[Command], raise_on_error: bool = True) -> list[Any]:
-        return await self.once(lambda: self._together(commands, raise_on_error))
-
-    async def retry_all(
-        self, what: str, commands: Sequence[Command], raise_on_error: bool = True
-    ) -> list[Any]:
-        return await self.idempotent(what, lambda: self._together(commands, raise_on_error))
 
     async def transact(self, key: bytes, commands: Sequence[Command]) -> None:
         await self.once(lambda: transact(self.redis, key, commands))
@@ -81,33 +53,6 @@ class RedisRecords(Commands):
             return []
         rows = await self.run("EVAL", _STREAM_ENDS, len(streams), *streams)
         return [(int(length), last) for length, last in rows]
-
-    async def _together(self, commands: Sequence[Command], raise_on_error: bool) -> list[Any]:
-        """Send commands in a round trip that other callers may share. In a cluster it is theirs
-        alone: a node that fails is no trouble of callers of others."""
-        if self.server.is_cluster:
-            return await execute_all(self.redis, commands, raise_on_error)
-        trip = self._next
-        first = len(trip.commands)
-        trip.commands += commands
-        async with self._turns:
-            if trip is self._next:
-                self._next = _RoundTrip()
-                try:
-                    trip.replies = await execute_all(self.redis, trip.commands, False)
-                except BaseException as error:
-                    trip.error = error
-                    raise
-                finally:
-                    trip.ended.set()
-        await trip.ended.wait()
-        if trip.error is not None:
-            raise trip.error
-        replies = trip.replies[first : first + len(commands)]
-        errors = [reply for reply in replies if isinstance(reply, Exception)]
-        if errors and raise_on_error:
-            raise errors[0]
-        return replies
 
     async def _write_if(
         self, key: bytes, read: Command, holds: Callable[[Any], bool], write: Command

@@ -47,7 +47,7 @@ async def until_blocked(foreign: Redis, number: int) -> None:
 def test_replies_are_parsed_in_c() -> None:
     """In Python the parser takes ten seconds for an entry of a million fields, which any client may
     write, and nothing behind it is read meanwhile."""
-    redis = Server("redis://127.0.0.1:1").client(1)
+    redis = Server("redis://127.0.0.1:1").client()
     assert isinstance(redis.connection_pool.make_connection()._parser, _AsyncHiredisParser)
 
 

@@ -365,6 +365,10 @@ def app_of(
     return make_app(engine, settings, measures, readiness)  # type: ignore[arg-type]
 
 
+ACCEPTED = {"Accept": "*/*, text/event-stream"}
+"""Headers of a client that reads the ids of events."""
+
+
 class Client(httpx.AsyncClient):
     """A client of an ASGI application.
 
@@ -390,6 +394,7 @@ def http_of(
     if isinstance(app, GatewayApp):
         app = observed(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=raise_app_exceptions)
+    options["headers"] = ACCEPTED | options.get("headers", {})
     client = Client(transport=transport, base_url="http://127.0.0.1", **options)
     if engine is not None:
         client.engine = engine

@@ -153,12 +153,14 @@ async def managing(
 
 async def test_an_unload_loses_no_request(redis_url: str) -> None:
     async with managing(own_prefix(redis_url), model("a"), model("b")) as deployment:
-        client = deployment.client
+        client, of_a = deployment.client, deployment.client.of_model("a")
+        await of_a.pause()
         asked = [asyncio.create_task(deployment.ask("a", tokens=LONG)) for _ in range(6)]
 
         await deployment.until_taken("a", 6)
         unloading = asyncio.create_task(client.unload_model("a"))
         await deployment.until("a", "draining")
+        await of_a.resume()
         refused = await deployment.ask("a")
         assert error_code(refused) == "model_not_loaded"
         assert (await deployment.ask("b")).status == "done"

@@ -12,14 +12,12 @@ import subprocess
 import sys
 from contextlib import AsyncExitStack
 
-import h11
 import pytest
 import structlog
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import ConfigError, GatewayConfig
 from nano_inference.gateway.server import connections
-from nano_inference.gateway.server.connections import StrictParser
 from nano_inference.gateway.server.limits import SPARE_CONNECTIONS, UNCOUNTED_BYTES, limits_for
 
 from ..gateway.fake import FakeEngine, chunk, completion, sample
@@ -321,13 +319,6 @@ async def test_a_request_that_is_not_valid_http_is_refused_and_not_logged(
         assert await client.closed()
         assert await served.healthy()
     assert not caplog.records
-
-
-def test_a_head_that_comes_as_a_whole_can_be_too_large() -> None:
-    parser = StrictParser(1 << 16)
-    parser.receive_data(TOO_LARGE)
-    with pytest.raises(h11.RemoteProtocolError):
-        parser.next_event()
 
 
 @pytest.mark.parametrize("grpc_port", [None, 0])

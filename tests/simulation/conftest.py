@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from random import Random
 from typing import Any
 
@@ -15,6 +16,15 @@ from nano_inference.bus import Bus
 from nano_inference.bus.redis import bus as redis_bus
 
 from ..buses import Buses, pytest_itemcollected  # noqa: F401
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_again() -> Iterator[None]:
+    """Stories unfreeze what the worker has imported; each full collection of a later test, such as
+    those of memory, would visit all of it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest_asyncio.fixture

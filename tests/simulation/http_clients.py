@@ -123,7 +123,9 @@ class HttpCall:
 
     def _asked(self) -> Asked:
         request = self._request
-        headers = {"idempotency-key": request.name} if request.keyed else {}
+        headers = {"accept": "text/event-stream"}  # or events would have no ids
+        if request.keyed:
+            headers["idempotency-key"] = request.name
         if self._position:
             headers["last-event-id"] = self._position
             if not request.keyed or self._next % 2:

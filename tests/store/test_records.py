@@ -8,11 +8,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from redis import exceptions
 
-from nano_inference.config import BusError
 from nano_inference.store.records import MemoryRecords, Records
-from nano_inference.store.redis import records as redis_records
 from nano_inference.store.redis.client import Server
 from nano_inference.store.redis.keys import parse_id
 from nano_inference.store.redis.records import RedisRecords
@@ -28,7 +25,7 @@ async def records(buses: Buses) -> AsyncIterator[Records]:
         yield MemoryRecords()
         return
     server = Server(buses.url)
-    commands = RedisRecords(server, 2)
+    commands = RedisRecords(server)
     yield commands
     await commands.aclose(1.0)
     await server.aclose()
@@ -189,39 +186,3 @@ async def test_memory_trims_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         trim = ("MINID", "~", max(0, second - 9) * 1000)
         await records.run("XADD", b"a", *trim, "*", "b", second)
     assert len(await records.run("XRANGE", b"a", 0, "+")) == 10
-
-
-async def test_concurrent_callers_on_redis_share_round_trips(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trips: list[int] = []
-    go, is_away = asyncio.Event(), False
-
-    async def execute_all(redis: Any, commands: list[Any], raise_on_error: bool) -> list[Any]:
-        trips.append(len(commands))
-        await go.wait()
-        if is_away:
-            raise exceptions.ConnectionError
-        return [exceptions.ResponseError() if each[1] == 9 else each[1] for each in commands]
-
-    monkeypatch.setattr(redis_records, "execute_all", execute_all)
-    server = Server("redis://127.0.0.1:1")
-    records = RedisRecords(server, 2)
-    numbers = range(0, 40, 2)
-
-    async def all_callers() -> list[Any]:
-        calls = (records.run_all([("GET", n), ("GET", n + 1)]) for n in numbers)
-        found = asyncio.gather(*calls, return_exceptions=True)
-        while not trips:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        go.set()
-        return await found
-
-    replies = await all_callers()
-    assert trips == [2, 2, 2, 2, 32], "those that come while four are on their way share the next"
-    assert isinstance(replies.pop(4), BusError), "of the caller of 8 and 9 alone"
-    assert replies == [[n, n + 1] for n in numbers if n != 8]
-    is_away = True
-    assert all(isinstance(each, BusError) for each in await all_callers())
-    await records.aclose(1.0)
-    await server.aclose()

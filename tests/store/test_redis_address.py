@@ -99,7 +99,7 @@ async def test_a_clusters_commands_are_read_once(cluster_url: str) -> None:
         return sum(each.get("cmdstat_command", {}).get("calls", 0) for each in stats)
 
     server = Server(cluster_url)
-    clients = [server.client(1) for _ in range(3)]
+    clients = [server.client() for _ in range(3)]
     await clients[0].initialize()
     before = await times_asked()
     for client in (*clients, clients[0]):
@@ -122,7 +122,7 @@ async def test_slots_are_read_anew_after_an_error_before_any_command(
     """The client itself does so only for errors of a command that it has sent; a master that has
     been replaced would be called for ever."""
     server = Server(cluster_url)
-    client: Any = server.client(1)
+    client: Any = server.client()
     await execute(client, "SET", "a", "1")
     reads = AsyncMock(side_effect=client.nodes_manager.initialize)
     monkeypatch.setattr(type(client.nodes_manager), "initialize", reads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable
+from functools import cache
 from importlib import metadata
 from itertools import chain
 from typing import Any, NamedTuple
@@ -78,13 +79,14 @@ class Operation(NamedTuple):
     body: type[msgspec.Struct] | None = None
 
 
-def paths_of(path: str) -> list[str]:
+@cache
+def paths_of(path: str) -> tuple[str, ...]:
     """Return the paths with and without the optional parts of a path, longest first."""
     if optional := re.search(r"\[([^][]*)\]", path):
         before, after = path[: optional.start()], path[optional.end() :]
         both = (paths_of(before + part + after) for part in (optional[1], ""))
-        return list(dict.fromkeys(chain.from_iterable(both)))
-    return [re.sub(r"{(model|region)}", r"{\1:name}", path)]
+        return tuple(dict.fromkeys(chain.from_iterable(both)))
+    return (re.sub(r"{(model|region)}", r"{\1:name}", path),)
 
 
 # --- the server and its models --------------------------------------------------------------------

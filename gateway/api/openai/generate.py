@@ -27,6 +27,7 @@ from ...serving.begun_calls import (
     call_of_key,
     keyed,
     last_event_id,
+    reads_event_ids,
 )
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body, engine_priority
@@ -339,7 +340,11 @@ class GenerationCalls:
                 await send(msgspec.json.encode(error_body(failure)), chunks.position.event_id)
             await send(_DONE, chunks.position.event_id)
 
-        stream = EventStream(produce, gateway.comment_s, ids=gateway.event_ids)
+        may_resume = gateway.event_ids
+        if may_resume == "auto":
+            # Clients that read only lines of data fail on an id.
+            may_resume = running.record.keyed is not None or reads_event_ids(running.call)
+        stream = EventStream(produce, gateway.comment_s, ids=may_resume)
         return stream
 
 

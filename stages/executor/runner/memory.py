@@ -10,7 +10,7 @@ from ....bus.control import MEMORY_TAGS
 from ....config import WeightsError, shown
 from .device import trim
 from .kv_cache import KVCache
-from .system_memory import zeros
+from .system_memory import LargePages, zeros
 from .weights.sync_manager import WeightSyncManager
 
 
@@ -113,7 +113,8 @@ def _allocate(tensors: Iterable[Tensor], *, huge: bool) -> None:
     """Allocate memory for all tensors, or for none."""
     tensors = list(tensors)
     try:
-        new = [zeros(old.shape, old.dtype, old.device, huge=huge) for old in tensors]
+        make = LargePages().zeros if huge else zeros
+        new = [make(old.shape, old.dtype, old.device) for old in tensors]
     except RuntimeError as error:
         raise no_memory(error) from None
     for tensor, memory in zip(tensors, new, strict=True):

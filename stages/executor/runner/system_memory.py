@@ -13,12 +13,17 @@ import mmap
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ....text.read_ahead import HUGE_PAGE as HUGE_PAGE
-from ....text.read_ahead import pages
+from ..read_ahead import HUGE_PAGE as HUGE_PAGE
+from ..read_ahead import pages
+
+_SHARED_BYTES = 16 * HUGE_PAGE
+_LEAST_SHARED_BYTES = 64 << 10  # of smaller tensors, such as norms, pages hardly matter
+_LINE = 64
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPS = Path("/proc/self/maps")
@@ -45,7 +50,8 @@ def zeros(
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         device: Device of the tensor.
-        huge: On the CPU, use large pages, as `pages` does.
+        huge: On the CPU, use large pages, as `pages` does; smaller tensors may share some
+            (`LargePages`).
 
     Raises:
         RuntimeError: There is not enough memory.
@@ -57,15 +63,42 @@ def zeros(
         memory = pages(size, huge=huge)
     except OSError as error:
         raise RuntimeError(f"can't allocate {size} bytes of memory: {error}") from None
-    # No view: giving the tensor other memory frees this.
-    storage = torch.frombuffer(memory, dtype=torch.uint8)
+    return _tensor_at(memory, 0, size, shape, dtype)
+
+
+class LargePages:
+    """Tensors of zeros in large pages. Those that fill none share 32 MiB, which are freed with the
+    last one."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor as `zeros` does, with the same errors."""
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or not _LEAST_SHARED_BYTES <= size < HUGE_PAGE:
+            return zeros(shape, dtype, device, huge=True)
+        if self._used + size > self._room.nbytes:
+            self._room = zeros((_SHARED_BYTES,), torch.uint8, device, huge=True)
+            self._used = 0
+        tensor = _tensor_at(self._room.numpy(), self._used, size, shape, dtype)
+        self._used += -(-size // _LINE) * _LINE
+        return tensor
+
+
+def _tensor_at(
+    memory: Any, start: int, size: int, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Return a tensor of these bytes. No view: giving the tensor other memory frees them."""
+    storage = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size)
     tensor: Tensor = torch.empty(0, dtype=dtype)
     tensor.set_(storage.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
     return tensor
 
 
 def use_huge_pages(module: nn.Module) -> None:
-    """Move a module's large CPU tensors, one by one, to memory in large pages.
+    """Move a module's CPU tensors, one by one, to memory in large pages.
 
     Parameters stay the same objects, tied ones too. A mapped checkpoint is copied and unmapped, so
     that nothing outside this process can change the weights. At most one tensor is resident twice:
@@ -75,15 +108,15 @@ def use_huge_pages(module: nn.Module) -> None:
     Raises:
         RuntimeError: There is not enough memory.
     """
-    files = mapped_files()
+    files, pages = mapped_files(), LargePages()
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.device.type != "cpu":
             continue
         start = tensor.data_ptr()
         if tensor.nbytes >= HUGE_PAGE and start % HUGE_PAGE == 0 and not _is_in(files, start):
             continue
-        if tensor.nbytes >= HUGE_PAGE:
-            memory = zeros(tensor.shape, tensor.dtype, tensor.device, huge=True)
+        if tensor.nbytes >= _LEAST_SHARED_BYTES:
+            memory = pages.zeros(tensor.shape, tensor.dtype, tensor.device)
             memory.copy_(tensor.data)
             drop_pages(tensor, files)
             tensor.data = memory

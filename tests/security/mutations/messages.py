@@ -30,7 +30,7 @@ HEAD_TIMEOUT_S = 2
 
 BAD_HEADS = (
     *(b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n", b"GET /version\r\n\r\n", b"\x00" * 40 + b"\r\n\r\n"),
-    *(b"GET  /version HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET\r\n\r\n", b"/ HTTP/1.1\r\n\r\n"),
+    *(b"GET\r\n\r\n", b"/ HTTP/1.1\r\n\r\n"),
     *(b"GET /a b HTTP/1.1\r\nHost: localhost\r\n\r\n", b"G\xc3T / HTTP/1.1\r\nHost: a\r\n\r\n"),
     *(b"GET /version HTTP/2.0\r\nHost: localhost\r\n\r\n", b"GET / HTTP/x\r\nHost: a\r\n\r\n"),
     *(b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
@@ -57,6 +57,7 @@ BAD_CODINGS: tuple[tuple[tuple[bytes, bytes], ...], ...] = (
 )
 
 BAD_CHUNKS = (
+    *(b"0\r\nX-T: a\r\nContent-Length: 3\r\n\r\n",),
     *(b"zz\r\n", b"-5\r\naaaaa\r\n", b"f" * 30 + b"\r\n", b"5 \x00\r\naaaaa\r\n", b"\r\n"),
     *(b"2\r\naaa\r\n0\r\n\r\n", b"0x5\r\naaaaa\r\n", b"5\raaaaa\r\n", b"1;" + LONG),
 )
@@ -111,7 +112,7 @@ def good_chunks(rng: random.Random, interfaces: Interfaces) -> Case:
     interface = rng.choice(interfaces)
     begun = interface.head((JSON, (b"Transfer-Encoding", b"chunked")))
     extension = rng.choice((b"", b";a=b", b";a"))
-    trailer = rng.choice((b"", b"X-T: a\r\nContent-Length: 3\r\n"))
+    trailer = rng.choice((b"", b"X-T: a\r\nHost: 3\r\n"))
     raw = begun + chunked(cut(usual(interface), rng), extension, trailer)
     return Case("chunked", interface.path, tuple(cut(raw, rng)), (taken(interface),))
 
@@ -186,23 +187,32 @@ def targets(rng: random.Random, interfaces: Interfaces) -> Case:
             # Whatever is below that of models is the name of one, of which one may ask.
             shape, there = "kserve", target.startswith(b"/v2/models/")
         wanted = Wanted(NOT_ALLOWED if there else NOT_FOUND, shape)
-        return Case("target", interface.path, (raw,), (wanted,))
+        if target.startswith(b"http:"):
+            wanted = taken(interface)
+        elif not target.startswith((b"/", b"*")) or b"#" in target:
+            wanted = NOT_HTTP
+        return Case("target", interface.path, (raw,), (wanted,), closed=wanted is NOT_HTTP)
     queries = (b"a=1&" * 10_000, b"%00", b"?" * 99, b"&&=&", b"%ff%fe=%", b"prompt=b&stream=true")
     raw = interface.call(usual(interface)).replace(path, path + b"?" + rng.choice(queries), 1)
     return Case("query", interface.path, (raw,), (taken(interface),))
 
 
+UNKNOWN_METHODS = (b"get", b"post", b"X" * 99, b"Q!#$%&'*+-.^_`|~")
+
+
 def methods(rng: random.Random, interfaces: Interfaces) -> Case:
     """Any but the one that an endpoint has."""
     interface = rng.choice(interfaces)
-    odd = (b"GET", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE", b"get", b"post", b"X" * 99, b"HEAD")
-    odd += (b"PROPFIND", b"M-SEARCH", b"Q!#$%&'*+-.^_`|~")
+    odd = (b"GET", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE", b"HEAD")
+    odd += (b"PROPFIND", b"M-SEARCH", *UNKNOWN_METHODS)
     method = rng.choice(odd)
     while method in interface.others:
         method = rng.choice(odd)
     raw = interface.call(usual(interface)).replace(interface.method, method, 1)
     wanted = Wanted(NOT_ALLOWED, interface.shape, bodiless=method == b"HEAD")
-    return Case("method", interface.path, (raw,), (wanted,))
+    if method in UNKNOWN_METHODS:
+        wanted = NOT_HTTP
+    return Case("method", interface.path, (raw,), (wanted,), closed=wanted is NOT_HTTP)
 
 
 def named(rng: random.Random, interfaces: Interfaces) -> Case:
@@ -226,10 +236,10 @@ def named(rng: random.Random, interfaces: Interfaces) -> Case:
     limits = ("max", "num_predict")
     generates = any(each in str(interface.body) for each in limits) and interface in INTERFACES
     heard = {
-        b"X-Tenant": generates,
+        b"X-Tenant": generates or interface.path == "/v1/messages/count_tokens",
         b"X-Budget-Ms": generates,
         b"Anthropic-Version": interface.shape == "anthropic",
-        b"Idempotency-Key": interface in KEYED,
+        b"Idempotency-Key": generates,
     }
     if not heard.get(name, True):
         code = ""
@@ -262,7 +272,7 @@ STREAM_CALLS: tuple[tuple[bytes, bytes, str, int], ...] = (
     (b"POST", b"/v1/responses/" + b"x" * 9000 + b"/cancel", "unknown_response", 404),
     (b"GET", b"/v1/models/other", "model_not_found", 404),
     (b"GET", b"/v1/models/%00/../tiny", "model_not_found", 404),
-    (b"POST", b"/v1/embeddings", "unsupported", 400),
+    (b"POST", b"/v1/embeddings", "empty_prompt", 400),
     (b"POST", b"/abort_request", "invalid_request", 400),
     (b"GET", b"/v1/messages/batches", "not_found", 404),
     (b"POST", b"/v1/messages/%00", "not_found", 404),

@@ -33,6 +33,7 @@ from nano_inference.config import (
     SamplingParams,
 )
 from nano_inference.media import decode_process
+from nano_inference.media.decoder import ImageDecoder
 from nano_inference.media.turns import FairDecoder
 from nano_inference.stages.admission.arrivals import Accepted, PromptImage, Tokens
 from nano_inference.stages.admission.core import AdmissionCore
@@ -72,15 +73,27 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
     return found
 
 
+_DECODERS: dict[ImageProcessor, ImageDecoder] = {}
+"""One for all cores: each of its processes imports Transformers."""
+
+
 def core_of(
-    processor: ImageProcessor | None, capacity: ReplicaCapacity = CAPACITY, **engine: Any
+    processor: ImageProcessor | None,
+    capacity: ReplicaCapacity = CAPACITY,
+    admission: AdmissionConfig | None = None,
+    **engine: Any,
 ) -> AdmissionCore:
     config = Config(
-        engine=EngineConfig(**engine), images=ImagesConfig(max_per_request=3, max_bytes=100_000)
+        engine=EngineConfig(**engine),
+        images=ImagesConfig(max_per_request=3, max_bytes=100_000),
+        admission=admission or AdmissionConfig(),
     )
     tokenizer = None if processor is None else processor._tokenizer
     core = AdmissionCore(config, tokenizer, frozenset({1}), processor)
     core.set_capacity(capacity)
+    if processor is not None:
+        images = core.part(Images)
+        images.decoder = _DECODERS.setdefault(processor, images.decoder)
     return core
 
 
@@ -392,10 +405,8 @@ async def test_tenants_share_no_image_and_salts_no_embeddings(core: AdmissionCor
 
 
 async def test_with_shared_prefixes_images_are_shared_too(processor: ImageProcessor) -> None:
-    config = Config(admission=AdmissionConfig(share_prefixes_across_tenants=True))
-    core = AdmissionCore(config, processor._tokenizer, frozenset({1}), processor)
-    core.set_capacity(CAPACITY)
-    held = Held(core)
+    admission = AdmissionConfig(share_prefixes_across_tenants=True)
+    held = Held(core_of(processor, admission=admission))
     name = media_of(await held.put(1, file(SMALL), tenant="a"))[0].name
     assert media_of(await held.put(2, file(SMALL), tenant="b"))[0].name == name
 

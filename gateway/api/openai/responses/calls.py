@@ -451,6 +451,6 @@ class ResponseCalls:
                     # Its conversation has no room for it.
                     await events.interrupt(as_response_error(error, record.id))
 
-        ids = gateway.event_ids and record.call.fields.store
+        ids = bool(gateway.event_ids) and record.call.fields.store
         stream = EventStream(produce, gateway.comment_s, ids=ids)
         return stream

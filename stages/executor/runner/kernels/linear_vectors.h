@@ -9,6 +9,7 @@
 enum {
     BLOCK_BYTES = 512 << 10,  // see block_of
     MOST_IN_BLOCK = 1024,     // rows, since their products are on the stack
+    AHEAD = 8,                // outputs further, weights are prefetched
     LONG = 2048,  // inputs of weights that the processor fetches early enough for one or two rows
     IN_ORDER = MOST_ROWS > 3,  // for one or two rows
 };
@@ -228,17 +229,18 @@ static Weights widened(const Linear *l, Weights weights, long columns, Operand *
     return (Weights){(const number *)room, (const number *)(room + 4 * k), 1};
 }
 
-// Products of any number of rows with up to four rows of weights, from output `column` on. room:
-// for eight rows of weights as operands, which are made if enough rows of x use them.
+// Products of any number of rows with up to four rows of weights, from output `column` on. Weights
+// of four outputs from `later` on are prefetched. room: for eight rows of weights as operands,
+// which are made if enough rows of x use them.
 INLINE void multiply_columns(const Linear *l, long part, const Operand *x, long rows, long column,
-                             long count, float *to, float *ups, Operand *room) {
+                             long count, float *to, float *ups, long later, Operand *room) {
     const long k = l->inputs;
-    // While four columns are multiplied with all rows, the next four are prefetched evenly: a burst
+    // While four columns are multiplied with all rows, four others are prefetched evenly: a burst
     // would stall. Of three tiles, smaller ones prefetch one line a step, for which they suffice.
     const long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, lines = (4 + tiles - 1) / tiles;
     const long share = k / WIDTH * WIDTH;
     const int ahead_helps = rows > 2 || k < LONG, many = WIDENED && rows >= 3 * MOST_ROWS;
-    const number *next = l->weight[part] + (column + 4) * k;
+    const number *next = l->weight[part] + later * k;
     Weights weights = weights_of(l, part, column);
     if (many) weights = widened(l, weights, count, room);
     for (long row = 0, done = 0, some; row < rows; row += some) {
@@ -259,10 +261,11 @@ INLINE void multiply_columns(const Linear *l, long part, const Operand *x, long 
     }
 }
 
-// Outputs `start` to `stop` of some rows. 16 columns of all rows are multiplied before they become
-// outputs: right behind each tile, the next one's products would wait for activations.
+// Outputs `start` to `stop` of some rows. The thread's likely next chunk begins `jump` behind them.
+// 16 columns of all rows are multiplied before they become outputs: right behind each tile, the
+// next one's products would wait for activations.
 static void multiply_block(const Linear *l, long part, const Operand *x, Target to, long rows,
-                           long start, long stop, Operand *room) {
+                           long start, long stop, long jump, Operand *room) {
     const long width = output_width(l), gated = l->kind >= GATED_SILU;
     float products[rows * 16], ups[gated ? rows * 16 : 16];
     for (long column = start; column < stop; column += 16) {
@@ -273,9 +276,11 @@ static void multiply_block(const Linear *l, long part, const Operand *x, Target 
         else if (IN_ORDER && rows == 2)
             multiply_rows(2, 8, l, x, weights, count, products, ups, 1, NULL, 0);
         else
-            for (long i = 0; i < count; i += 4)
-                multiply_columns(l, part, x, rows, column + i, count - i < 4 ? count - i : 4,
-                                 products + i, ups + i, room);
+            for (long i = 0; i < count; i += 4) {
+                const long four = column + i, later = four + AHEAD;
+                multiply_columns(l, part, x, rows, four, count - i < 4 ? count - i : 4,
+                                 products + i, ups + i, later < stop ? later : later + jump, room);
+            }
         for (long row = 0; row < rows; row++)
             put_outputs(l, part, load_floats(products + row * 16),
                         load_floats(gated ? ups + row * 16 : ups), at_row(to, row, width), column,
@@ -299,7 +304,8 @@ static void dense_by_team(const Linear *l, const number *x, long rows, const num
         for (long part = 0; part < output_parts(l); part++) {
             const Outputs o = outputs_of(l, &chunks, item % chunks.count, part);
             const Target to = target_of(l, out, added, o.offset);
-            multiply_block(l, part, operands, at_row(to, from, width), some, o.start, o.stop, room);
+            multiply_block(l, part, operands, at_row(to, from, width), some, o.start, o.stop,
+                           (omp_get_num_threads() - 1) * chunks.size, room);
         }
     }
 }

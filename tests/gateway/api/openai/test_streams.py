@@ -156,8 +156,34 @@ async def test_unread_tokens_become_one_chunk() -> None:
     assert len(sent) == 3
 
 
-async def test_event_ids_can_be_switched_off(engine: FakeEngine) -> None:
-    async with http_of(app_of(engine, {"gateway.event_ids": False})) as client:
-        text = (await client.post(COMPLETIONS, json=TEXT)).text
-    assert text.endswith("data: [DONE]\n\n")
-    assert all(part.startswith("data: ") for part in text.split("\n\n")[:-1])
+PLAIN, SSE = {"Accept": "*/*"}, {"Accept": "text/event-stream"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "headers", "has_ids"),
+    [
+        (False, SSE, False),
+        (True, PLAIN, True),
+        ("auto", PLAIN, False),
+        ("auto", SSE, True),
+        ("auto", PLAIN | {"Idempotency-Key": "k"}, True),
+    ],
+)
+async def test_events_have_ids_for_clients_that_read_them(
+    engine: FakeEngine, setting: bool | str, headers: dict[str, str], has_ids: bool
+) -> None:
+    """Load generators, such as vLLM's, fail on lines that don't begin with "data: "."""
+    async with http_of(app_of(engine, {"gateway.event_ids": setting})) as client:
+        text = (await client.post(COMPLETIONS, json=TEXT, headers=headers)).text
+        assert text.endswith("data: [DONE]\n\n")
+        assert {part.startswith("id: ") for part in text.split("\n\n")[:-1]} == {has_ids}
+        if setting == "auto" and has_ids:
+            last = text.split()[1]
+            url = f"/v1/streams/{last.partition('.')[0]}"
+            for answer in (
+                await client.get(url, headers=PLAIN),
+                await client.post(
+                    COMPLETIONS, json=TEXT, headers=headers | PLAIN | {"Last-Event-ID": last}
+                ),
+            ):
+                assert answer.text.startswith("id: ")

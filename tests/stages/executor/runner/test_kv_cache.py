@@ -102,6 +102,26 @@ def test_small_tensors_have_normal_pages() -> None:
     assert small.untyped_storage().nbytes() == small.nbytes
 
 
+@needs_proc
+@pytest.mark.skipif(bool(why_no_huge_pages()), reason="this system has no large pages")
+def test_weights_that_fill_no_large_page_share_them() -> None:
+    sizes = (HUGE_PAGE - 64, HUGE_PAGE // 2 + 1, 100_000)
+    module = nn.ParameterList(
+        nn.Parameter(torch.full((size,), size % 7, dtype=torch.uint8), requires_grad=False)
+        for size in sizes
+    )
+
+    use_huge_pages(module)
+
+    first, *others = (parameter.data_ptr() for parameter in module)
+    assert first % HUGE_PAGE == 0
+    assert all(address % 64 == 0 and 0 < address - first < 2 * HUGE_PAGE for address in others)
+    assert all(asks_for_huge_pages(parameter) for parameter in module)
+    for parameter, size in zip(module, sizes, strict=True):
+        assert parameter.eq(size % 7).all()
+        assert parameter.untyped_storage().nbytes() == size, "none keeps the others in a file"
+
+
 def test_parameters_stay_unchanged() -> None:
     """A model with tied weights can be saved as before."""
     rows = HUGE_PAGE // (2 * 64) + 1

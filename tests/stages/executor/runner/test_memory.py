@@ -14,8 +14,7 @@ from nano_inference.config import EngineConfig, SamplingParams, WeightsError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.parts.weights import WeightChanges
-from nano_inference.stages.executor.runner import memory
-from nano_inference.stages.executor.runner.system_memory import why_no_huge_pages
+from nano_inference.stages.executor.runner.system_memory import LargePages, why_no_huge_pages
 
 from ....resident import asks_for_huge_pages, needs_proc, resident_bytes
 from ....soaking import in_soak
@@ -212,7 +211,7 @@ def test_without_enough_memory_it_stays_released(
     """The trainer still holds the memory."""
     before, state = generate(core), state_of(core)
     release(core, *BOTH)
-    zeros, given = memory.zeros, 0
+    zeros, given = LargePages.zeros, 0
 
     def scarce(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal given
@@ -222,7 +221,7 @@ def test_without_enough_memory_it_stays_released(
         return zeros(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "zeros", scarce)
+        patch.setattr(LargePages, "zeros", scarce)
         with pytest.raises(WeightsError, match="can't allocate memory; free some") as refused:
             core.part(MemoryRelease).resume(BOTH)
     assert refused.value.code == "out_of_memory"

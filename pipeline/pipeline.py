@@ -23,7 +23,7 @@ from ..config.errors import leaves_of
 from ..config.forks import check_not_forked
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
-from ..stages.executor.read_ahead import read_ahead
+from ..stages.read_ahead import read_ahead
 from ..store.board import Restarts, StageReport, StageState
 from ..store.process_state import ProcessUse, identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing

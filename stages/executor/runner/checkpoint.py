@@ -9,9 +9,9 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from ....config import ModelError
-from ..read_ahead import INDEX as INDEX
-from ..read_ahead import WEIGHTS as WEIGHTS
-from ..read_ahead import Index as Index
+from ...read_ahead import INDEX as INDEX
+from ...read_ahead import WEIGHTS as WEIGHTS
+from ...read_ahead import Index as Index
 
 _CODED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
 

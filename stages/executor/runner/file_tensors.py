@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from ..read_ahead import ReadTensor, reading_of
+from ...read_ahead import ReadTensor, reading_of
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ....config import EngineConfig
 from ....config.forks import begin_computing
-from ..read_ahead import stop_reading
+from ...read_ahead import stop_reading
 from .loaded_model import LoadedModel
 from .model import load_model
 from .preloaded import take

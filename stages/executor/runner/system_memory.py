@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..read_ahead import HUGE_PAGE as HUGE_PAGE
-from ..read_ahead import pages
+from ...read_ahead import HUGE_PAGE as HUGE_PAGE
+from ...read_ahead import pages
 
 _SHARED_BYTES = 16 * HUGE_PAGE
 _LEAST_SHARED_BYTES = 64 << 10  # of smaller tensors, such as norms, pages hardly matter

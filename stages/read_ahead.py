@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...config import EngineConfig
+from ..config import EngineConfig
 
 HUGE_PAGE = 2 << 20
 """Bytes of a large page, on x86 and with the default pages of others."""

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from nano_inference.config import EngineConfig
-from nano_inference.stages.executor import read_ahead as module
-from nano_inference.stages.executor.read_ahead import read_ahead, reading_of, stop_reading
+from nano_inference.stages import read_ahead as module
+from nano_inference.stages.read_ahead import read_ahead, reading_of, stop_reading
 
 HELD = {f"w{index}": np.full((3, index), index, np.float32) for index in range(9)}
 

@@ -84,7 +84,9 @@ def test_a_model_of_known_text_generates_it(tmp_path: Path) -> None:
     answer = [successors[prompt[-1]]]
     while len(answer) < 32:
         answer.append(successors[answer[-1]])
-    with load("cores").TimedEngine(EngineConfig(model_path=str(tmp_path / "model"))) as engine:
+    with load("timed_engine").TimedEngine(
+        EngineConfig(model_path=str(tmp_path / "model"))
+    ) as engine:
         (sample,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=32))
         (completion,) = engine.completions.values()
     assert list(sample.completion_tokens) == list(completion.samples[0].token_ids) == answer

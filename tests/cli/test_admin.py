@@ -51,7 +51,7 @@ def known_key(run: Run, url: str, *wish: str) -> str:
     """A key made at the bus, once a gateway has seen it."""
     made = run("admin", "keys", "create", *wish)
     assert made.status == 0
-    key = made.stdout.strip()
+    key = made.stdout.splitlines()[-1]  # the gateway here may log that there is none yet
     eventually(lambda: run("models", "--url", url, "--api-key", key).status == 0)
     return key
 

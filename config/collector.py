@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_MANY = 50_000
+"""Objects made in a pause, from which on it matters that the collector visits them."""
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
@@ -22,7 +25,8 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
+        # What is frozen would be thawed; counting it visits all of it.
+        if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
             # Into the oldest generation, or the next collection would visit all of them (0.16 s).
             gc.freeze()
             gc.unfreeze()

@@ -369,7 +369,7 @@ class Connection(StrictProtocol):
         if self._come is not None:
             return "come"
         if self.is_answering:
-            return "body" if self.reading == "body" else "working"
+            return "body" if self.awaits_body else "working"
         if self.transport.get_write_buffer_size():
             return "sending"
         if self.reading == "body":

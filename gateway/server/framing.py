@@ -58,6 +58,11 @@ class StrictProtocol(HttpToolsProtocol):
         """Whether a request is being answered, or waits for its body."""
         return self.running is not None and not self.running.response_complete
 
+    @property
+    def awaits_body(self) -> bool:
+        """Whether the request that is being answered waits for its body; one behind it may too."""
+        return self.is_answering and self.reading == "body" and self.running is self.cycle
+
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self._why:
@@ -108,18 +113,21 @@ class StrictProtocol(HttpToolsProtocol):
     def _without_upgrade(self) -> bytes:
         """Return the head that has come without its offer of another protocol, for a new parser:
         this one takes the body behind it for that protocol's."""
+        version = self.parser.get_http_version().encode()
         self.parser = httptools.HttpRequestParser(self)
-        line = b"%s %s HTTP/1.1" % (self.scope["method"].encode(), self.url)
+        line = b"%s %s HTTP/%s" % (self.scope["method"].encode(), self.url, version)
         kept = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
         return b"\r\n".join([line, *kept, b"", b""])
 
     def _fail(self, why: str) -> None:
         """Refuse what comes, after the requests before it have been answered."""
-        self._why, is_begun = why, self.reading == "body"
-        if not self.is_answering or (is_begun and self.running is self.cycle):
+        self._why = why
+        if not self.is_answering or self.awaits_body:
             self.refuse(why)
-        elif is_begun:
+            return
+        if self.reading == "body":
             self.pipeline.popleft()
+        self.reading = ""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.running = cycle

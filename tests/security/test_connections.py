@@ -174,6 +174,20 @@ async def test_a_slow_body_that_goes_on_is_taken(engine: FakeEngine) -> None:
         assert (await client.answer())[0] == 200
 
 
+@pytest.mark.parametrize("behind", [post(1000, b"{"), SMALL[:9], b"\x16\x03\x01\r\n\r\n"])
+async def test_what_is_slow_or_broken_behind_a_request_ends_it_not(
+    engine: FakeEngine, behind: bytes
+) -> None:
+    engine.outputs = hanging
+    async with serve(engine, GatewayConfig(body_timeout_s=10)) as served:
+        await served.connect(post(13, b'{"text": "a"}') + behind)
+        await engine.until(lambda: len(engine.requests) == 1)
+        await served.phases("working")
+        served.pass_s(30)
+        await served.phases("working")
+        assert not engine.left
+
+
 async def test_slow_bodies_make_room_at_once_when_there_is_none(engine: FakeEngine) -> None:
     async with serve(engine, GatewayConfig(max_connections=3, body_timeout_s=60)) as served:
         slow = [await served.connect(post(1000, b"{")) for _ in range(3)]
